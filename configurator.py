@@ -1,8 +1,9 @@
 """Applies settings files and --key=value arguments to the global variables of a script.
 
-The settings are the script's own global variables above its first function. Their values are the defaults. A setting
-takes values of its default's type, or of the types in its annotation (top_k: int | None = 200). Its help is the comment
-after it, with the indented comments below; an unindented one above it begins a group. A user's error is a ValueError.
+The settings are the script's own global variables above its first function. Their values are the
+defaults. A setting takes values of its default's type, or of the types in its annotation (top_k:
+int | None = 200). Its help is the comment after it, with the indented comments below; an unindented
+one above it begins a group. A user's error is a ValueError.
 """
 import ast
 import json
@@ -22,7 +23,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if not __name__.endswith("configurator"): # nanoGPT's scripts execute a file of this name among their own globals
+# nanoGPT's scripts execute a file of this name among their own globals.
+if not __name__.endswith("configurator"):
     sys.exit("error: this configurator.py is not nanoGPT's: git checkout configurator.py model.py restores its files")
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
@@ -41,11 +43,13 @@ class Setting(NamedTuple):
 
 def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable = lambda values, flags: None,
              aliases: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
+    """Apply settings files and arguments, in order, to a script's globals(); return all settings by
+    name.
 
-    validate gets all settings, and the names of those that flags set. Its ValueError has the attribute names: which
-    settings it is about. aliases: what to suggest for names of other programs. Logs one line that lists the changes. An
-    error leaves scope as it was. --help and --version print, and exit.
+    validate gets all settings, and the names of those that flags set. Its ValueError has the
+    attribute names: which settings it is about. aliases: what to suggest for names of other
+    programs. Logs one line that lists the changes. An error leaves scope as it was. --help and
+    --version print, and exit.
     """
     settings = find_settings(scope["__file__"])
     arguments = list(arguments)
@@ -64,8 +68,10 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
     while arguments:
         if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
             name, value = parse_argument(arguments, settings, aliases)
-            earlier = None if name in files else changes.get(name) # a flag replaces what a file sets
-            if "list" in settings[name].types and None not in (earlier, value): # it adds to an earlier flag
+            # A flag replaces what a file sets.
+            earlier = None if name in files else changes.get(name)
+            # It adds to an earlier flag.
+            if "list" in settings[name].types and None not in (earlier, value):
                 value = [item for given in (earlier, value) for item in (given if isinstance(given, list) else [given])]
             changes[name] = value
             files.pop(name, None)
@@ -109,7 +115,9 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
 
 
 def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
-    """Return the docstring, then every setting in its group, with its default and comment, in lines of this width."""
+    """Return the docstring, then every setting in its group, with its default and comment, in lines
+    of this width.
+    """
     width = min(max(width, 40), 120)
     group = ""
     paragraphs = [text if text[:1] == " " else textwrap.fill(text, width) for text in doc.strip().split("\n\n")]
@@ -134,7 +142,9 @@ def to_argument(name: str, setting: Setting) -> str:
 
 
 def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: Mapping[str, str]) -> tuple[str, Any]:
-    """Pop --key=value, --key value or a bare --key (for True) from the front of arguments; return name and value."""
+    """Pop --key=value, --key value or a bare --key (for True) from the front of arguments; return
+    name and value.
+    """
     key, equals, text = arguments.pop(0).partition("=")
     name = key.removeprefix("--").replace("-", "_")
     if name not in settings:
@@ -159,10 +169,12 @@ def parse(name: str, text: str, types: list[str]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # about unknown escapes
-            value = ast.literal_eval(re.sub(r"^([+-]?)0+(?=\d)", r"\1", text)) # 01 is 1, as in a shell
+            # 01 is 1, as in a shell.
+            value = ast.literal_eval(re.sub(r"^([+-]?)0+(?=\d)", r"\1", text))
     except Exception: # of five types, such as for "{{}}" or very deep nesting: it is not a Python literal
         value = text
-        if "list" in types and re.fullmatch(r"(?s)\[.+]", text): # a shell removes the quotes inside a list
+        # A shell removes the quotes inside a list.
+        if "list" in types and re.fullmatch(r"(?s)\[.+]", text):
             value = [parse(name, f'"{item}"', ["str"]) for item in text[1:-1].split(",")]
             logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: '\"{text:.100}\"'")
     if text.startswith("("):
@@ -171,7 +183,9 @@ def parse(name: str, text: str, types: list[str]) -> Any:
 
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
-    """Return value if it has one of these types, or a float for an int. The error names label and shows given."""
+    """Return value if it has one of these types, or a float for an int. The error names label and
+    shows given.
+    """
     try:
         value = plain(value)
     except RecursionError:
@@ -184,9 +198,11 @@ def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy or torch as Python's own, a path as text, and a tuple as a list; other values as they are.
+    """A number of numpy or torch as Python's own, a path as text, and a tuple as a list; other
+    values as they are.
 
-    In a text, two halves of a character, as in "\\ud83d\\ude00", become the character, as in tiktoken.
+    In a text, two halves of a character, as in "\\ud83d\\ude00", become the character, as in
+    tiktoken.
     """
     if getattr(value, "shape", None) == (): # a number
         return value.item()
@@ -198,7 +214,9 @@ def plain(value: Any) -> Any:
 
 
 def read_file(path: str, script: str) -> tuple[str, bytes]:
-    """Return the path and content of a settings file, which is looked up here, then in the script's folder."""
+    """Return the path and content of a settings file, which is looked up here, then in the script's
+    folder.
+    """
     if dash := re.match("[\u2010-\u2015\u2212]+", path): # a program for texts makes one of --
         raise ValueError(f"{path!r:.200} begins with U+{ord(path[0]):04X}, not with --: write "
                          f"--{path[dash.end():]:.200}")
@@ -219,18 +237,22 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
 
 
 def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting]) -> dict[str, Any]:
-    """Run a settings file and return the settings that it changes. The file can use the names in scope.
+    """Run a settings file and return the settings that it changes. The file can use the names in
+    scope.
 
-    It may define other names, as training files do. Logs a warning for a name like a setting's, or if it sets nothing.
+    It may define other names, as training files do. Logs a warning for a name like a setting's, or
+    if it sets nothing.
     """
     # Not above: a script of nanoGPT may execute a copy of this file.
     from sampling.process import import_from
     names = dict(scope)
     try:
         code = compile(source, path, "exec")
-        if b"torch" in source: # nanoGPT's script has imported torch by now, and settings files may use it
+        # nanoGPT's script has imported torch by now, and settings files may use it.
+        if b"torch" in source:
             exec("import torch", names)
-        with import_from(os.getcwd()), redirect_stdout(sys.stderr): # standard output is only for samples
+        # Standard output is only for samples.
+        with import_from(os.getcwd()), redirect_stdout(sys.stderr):
             exec(code, names)
     except (Exception, SystemExit) as e: # SystemExit would end the script without a message
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
@@ -250,7 +272,9 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
 
 
 def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {}, prefixes: bool = True) -> str:
-    """Return '; did you mean x?' for an alias, or a setting that starts with name (if prefixes) or is similar to it."""
+    """Return '; did you mean x?' for an alias, or a setting that starts with name (if prefixes) or
+    is similar to it.
+    """
     completions = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
     found = [aliases[name]] if name in aliases else completions or get_close_matches(name.lower(), settings, 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""

@@ -6,19 +6,22 @@
     for sample in gpt.generate("ROMEO:", sampling.SamplingParams(max_new_tokens=100), num_samples=2):
         print(sample.text)
 
-The samples are those of sample.py with the same settings. Importing this package does not import torch; load does.
+The samples are those of sample.py with the same settings. Importing this package does not import
+torch; load does.
 """
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# model.py and configurator.py lie beside this package in a checkout, and in nanogpt_sample where pip installed it. They
-# are sampling.model and sampling.configurator, because a program, such as nanoGPT, may have a model.py of its own.
+# model.py and configurator.py lie beside this package in a checkout, and in nanogpt_sample where
+# pip installed it. They are sampling.model and sampling.configurator, because a program, such as
+# nanoGPT, may have a model.py of its own.
 ABOVE = Path(__file__).resolve().parent.parent
 INSTALLED = ABOVE / "nanogpt_sample"
 __path__.append(str(INSTALLED if INSTALLED.is_dir() else ABOVE))
-for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def override("): # nanoGPT's have neither
+# nanoGPT's have neither of these.
+for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def override("):
     path = Path(__path__[-1], name)
     if not (path.is_file() and part in path.read_bytes()):
         raise ImportError(f"{path} is missing, or belongs to another project")
@@ -47,13 +50,13 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
          model_file: str | os.PathLike[str] | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 
-    name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2", "user/model") or the
-    folder of a GPT-2 model. The other arguments mean the same as in sample.py.
+    name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2",
+    "user/model") or the folder of a GPT-2 model. The other arguments mean the same as in sample.py.
     Raises OSError or ValueError if there is no such model, or if it cannot be used here.
 
-    Changes settings of the whole process: on a CPU glibc's malloc, and how long the threads of OpenMP spin; on CUDA the
-    current device, the precision of matrix products and the attention kernels; with compile, torch.compile's limits and
-    PYTHONSAFEPATH.
+    Changes settings of the whole process: on a CPU glibc's malloc, and how long the threads of
+    OpenMP spin; on CUDA the current device, the precision of matrix products and the attention
+    kernels; with compile, torch.compile's limits and PYTHONSAFEPATH.
     """
     shorten_spinning() # of the kernels' threads; of torch's, too, if torch is not imported yet
     from sampling.checkpoints.finding import huggingface_config

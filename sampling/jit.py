@@ -19,37 +19,43 @@ from numba import config, njit
 logger = logging.getLogger(__name__)
 Kernel = Callable[..., Any]
 OPTIONS = dict(nogil=True, error_model="numpy")
-WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
+# Multiply-adds: a thread that has fewer takes longer to start than it saves.
+WORK_PER_THREAD = 32_000
 
-# One of numba's threading layers serves one thread at a time. A signal handler, which Python calls between two kernels,
-# may run kernels in the thread that has the lock.
+# One of numba's threading layers serves one thread at a time. A signal handler, which Python calls
+# between two kernels, may run kernels in the thread that has the lock.
 run_lock = RLock()
 this_thread = local()
 
-# For Intel's processors, LLVM uses half of the AVX-512 registers by default, although all of them are faster here.
+# For Intel's processors, LLVM uses half of the AVX-512 registers by default, although all of them
+# are faster here.
 with suppress(RuntimeError): # the features of this processor are unknown
     if config.CPU_FEATURES is None and (features := get_host_cpu_features()).get("avx512f"):
         config.CPU_FEATURES = f"{features.flatten()},-prefer-256-bit"
 
 
 def parallel(function: FunctionType, variant: str = "", **options: Any) -> Kernel:
-    """Compile a function whose pranges run on several threads, and keep the machine code in numba's cache.
+    """Compile a function whose pranges run on several threads, and keep the machine code in numba's
+    cache.
 
-    numba numbers the cache files of a function, and two processes that compile it at once, for other types or on other
-    processors, could take the same number. So each variant and each processor has a function of its own.
+    numba numbers the cache files of a function, and two processes that compile it at once, for
+    other types or on other processors, could take the same number. So each variant and each
+    processor has a function of its own.
     """
     function = FunctionType(function.__code__, function.__globals__, function.__name__)
     function.__qualname__ = "_".join(filter(None, [function.__name__, variant, get_host_cpu_name()]))
     with suppress(RuntimeError): # neither this folder nor the user's cache is writable
         cached = njit(cache=True, parallel=True, **OPTIONS, **options)(function)
-        if config.CACHE_DIR or os.path.isabs(cached.stats.cache_path): # a user without a home has a cache in ./~
+        # A user without a home has a cache in ./~.
+        if config.CACHE_DIR or os.path.isabs(cached.stats.cache_path):
             return cached
     return njit(parallel=True, **OPTIONS, **options)(function)
 
 
 def load(calls: dict[Kernel, tuple]) -> None:
-    """Load kernels from numba's cache, or compile and save them, for the types of these arguments, with which they are
-    called. If that fails, as with a damaged file or a full disk, remove the indexes of the cache and try once more.
+    """Load kernels from numba's cache, or compile and save them, for the types of these arguments,
+    with which they are called. If that fails, as with a damaged file or a full disk, remove the
+    indexes of the cache and try once more.
     """
     with run_lock:
         is_new = False
@@ -66,14 +72,18 @@ def load(calls: dict[Kernel, tuple]) -> None:
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
                 logger.info("compiling kernels for this processor, once, which takes some seconds ...")
-        torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
+        # Where both share an OpenMP, torch has as many threads as numba now.
+        torch.set_num_threads(num_threads)
 
 
 def run(kernel: Kernel, work: int, *arguments: Any) -> Any:
-    """Call a kernel with as many threads as its multiply-adds are worth, and at most as many as torch uses."""
+    """Call a kernel with as many threads as its multiply-adds are worth, and at most as many as
+    torch uses.
+    """
     most = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
     num_threads = min(most, 1 + work // WORK_PER_THREAD)
-    if getattr(this_thread, "num_threads", None) != num_threads: # numba keeps the number for each Python thread
+    # numba keeps the number for each Python thread.
+    if getattr(this_thread, "num_threads", None) != num_threads:
         numba.set_num_threads(num_threads)
         this_thread.num_threads = num_threads
     with run_lock:

@@ -1,4 +1,6 @@
-"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no torch."""
+"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no
+torch.
+"""
 import logging
 import math
 import os
@@ -17,14 +19,18 @@ Settings = Mapping[str, Any]
 
 
 class SettingError(ValueError):
-    """A value is not allowed, or two settings exclude each other. names: the settings that it is about."""
+    """A value is not allowed, or two settings exclude each other. names: the settings that it is
+    about.
+    """
     def __init__(self, message: str, *names: str):
         super().__init__(message)
         self.names = names
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an int or a float. bool is a subclass of int, but True and False are refused."""
+    """Whether a value is an int or a float. bool is a subclass of int, but True and False are
+    refused.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -41,7 +47,8 @@ def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: value is None or rule(value)
 
 
-RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> which values it takes, and how to say so
+# Setting or field -> which values it takes, and how to say so.
+RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "init_from": (lambda v: v not in ("", "scratch"), "must be 'resume' or a Hugging Face id or folder"),
     "name": (is_nonempty_text, "must be a folder, a file or a Hugging Face id"),
     "tokenizer": (optional(is_nonempty_text), "must be an encoding of tiktoken such as gpt2 or cl100k_base, "
@@ -111,7 +118,9 @@ def check_values(values: Settings) -> None:
 
 
 def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
-    """Check settings of sample.py. flags: those of the command line; in a file, score ignores what it cannot use."""
+    """Check settings of sample.py. flags: those of the command line; in a file, score ignores what
+    it cannot use.
+    """
     if settings["interactive"] and "num_samples" in flags:
         raise SettingError("interactive=True prints one sample for each prompt: leave out num_samples, and type :again "
                            "for another", "num_samples")
@@ -135,7 +144,9 @@ def as_list(value: Any) -> list:
 
 
 def choose_seed(seed: int | str, flag: str = "--seed") -> int:
-    """Return the seed that the setting asks for. For "random", draw one and log it. flag: how a user sets the seed."""
+    """Return the seed that the setting asks for. For "random", draw one and log it. flag: how a
+    user sets the seed.
+    """
     if seed == "random":
         seed = int.from_bytes(os.urandom(4), "big")
         logger.info(f"seed: {seed}, drawn at random; {flag}={seed} gives the same samples again")
@@ -163,7 +174,8 @@ class SamplingParams:
     stop: str | list | None = None
     seed: int | str = 1337 # "random" becomes a new number
     context_shift: bool = False
-    num_logprobs: int | None = None # 0: log-probabilities of the sampled tokens; n: also of the n most likely ones
+    # 0: log-probabilities of the sampled tokens; n: also of the n most likely ones.
+    num_logprobs: int | None = None
 
     def __post_init__(self):
         vars(self).update({name: plain(value) for name, value in vars(self).items()})
@@ -203,22 +215,29 @@ class Prompt:
 
 
 class Token(NamedTuple):
-    """A sampled token. Its text is empty if it ends inside a character: a later token has the whole character."""
+    """A sampled token. Its text is empty if it ends inside a character: a later token has the whole
+    character.
+    """
     id: int
     text: str
-    logprob: float | None = None # natural logarithm of its probability under the model itself, at temperature 1
-    top_logprobs: tuple["Token", ...] = () # the most likely tokens in its place, without alternatives of their own
+    # Natural logarithm of its probability under the model itself, at temperature 1.
+    logprob: float | None = None
+    # The most likely tokens in its place, without alternatives of their own.
+    top_logprobs: tuple["Token", ...] = ()
 
 
 class Piece(NamedTuple):
     """New text of a sample that no stop text can take back, and how likely the model found it."""
     text: str
-    logprob: float | None = None # of the token that the text is from, with those that began its first character
+    # The log-probability of the token that the text is from, with those that began its first character.
+    logprob: float | None = None
 
 
 @dataclass(eq=False)
 class Sample:
-    """One continuation of a prompt. Until it is finished, finish_reason is None and tokens are appended."""
+    """One continuation of a prompt. Until it is finished, finish_reason is None and tokens are
+    appended.
+    """
     index: int # its number in the run, from 0
     prompt: Prompt
     prompt_ids: list[int]
@@ -254,8 +273,9 @@ Sample.text = property(lambda sample: "".join(token.text for token in sample.tok
 
 @dataclass(eq=False, repr=False)
 class Score(Sample):
-    """How likely the model finds a text, which is the prompt. Its tokens are those of the text, as many as were asked
-    for; the first one has no logprob, because nothing comes before it. prompt_ids is empty.
+    """How likely the model finds a text, which is the prompt. Its tokens are those of the text, as
+    many as were asked for; the first one has no logprob, because nothing comes before it.
+    prompt_ids is empty.
     """
     ids: list[int] = field(default_factory=list) # of the text
     num_tokens: int = 0 # that were scored: all but the first

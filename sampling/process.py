@@ -1,4 +1,6 @@
-"""What concerns the whole process: its place among those of torchrun, its threads, the cores and memory it may use."""
+"""What concerns the whole process: its place among those of torchrun, its threads, the cores and
+memory it may use.
+"""
 import ctypes
 import errno
 import importlib
@@ -27,7 +29,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
-    "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED") # cuBLAS reports the latter if there is no memory for its workspace
+    # cuBLAS reports the latter if there is no memory for its workspace.
+    "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
 END_SIGNALS = signal.SIGINT, signal.SIGTERM # SIGINT: Ctrl-C
 owns_process = False # whether no other code runs in this process; sample.py says so
 first_pid = 0 # of the process that loaded the first model
@@ -39,18 +42,22 @@ def torchrun_number(name: str, default: int) -> int:
 
 
 def torchrun_started_this() -> bool:
-    """Whether this process is one of torchrun's. Its TORCHELASTIC_RUN_ID shows that (a cluster, too, may set a RANK),
-    unless it is inherited: a training that torchrun started may call sample.py.
+    """Whether this process is one of torchrun's. Its TORCHELASTIC_RUN_ID shows that (a cluster,
+    too, may set a RANK), unless it is inherited: a training that torchrun started may call
+    sample.py.
     """
     pid = os.getppid()
     is_named = "TORCHELASTIC_RUN_ID" in os.environ
     with suppress(OSError, IndexError): # not Linux
         while is_named and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"torchrun" in command or b"torch.distributed" in command: # it was itself started by such a training
+            # It was itself started by such a training.
+            if b"torchrun" in command or b"torch.distributed" in command:
                 break
-            is_named = not os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python") # but by a shell
-            pid = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1] # the parent's
+            # A shell started it.
+            is_named = not os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
+            # The parent has them.
+            pid = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]
     return is_named
 
 
@@ -63,12 +70,16 @@ def world_size() -> int:
 
 
 def expand_home(path: str | None) -> str | None:
-    """A path with the home folder for a leading ~, unless a file is called so. In --out_dir=~/x, no shell does it."""
+    """A path with the home folder for a leading ~, unless a file is called so. In --out_dir=~/x, no
+    shell does it.
+    """
     return os.path.expanduser(path) if path and not os.path.lexists(path) else path
 
 
 def expand_paths(settings: dict) -> dict:
-    """Replace the settings that are paths by their expanded forms; start has its own: see parse_start."""
+    """Replace the settings that are paths by their expanded forms; start has its own: see
+    parse_start.
+    """
     for name in "init_from", "out_dir", "model_file", "tokenizer", "out_file", "html_file":
         settings[name] = expand_home(settings[name])
     return settings
@@ -76,8 +87,9 @@ def expand_paths(settings: dict) -> dict:
 
 @contextmanager
 def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]]:
-    """Put folders first on sys.path inside this block. No module of this package, nor one of this name, hides theirs.
-    At its end, the modules from there leave sys.modules, where they would hide others later. The dict gets them.
+    """Put folders first on sys.path inside this block. No module of this package, nor one of this
+    name, hides theirs. At its end, the modules from there leave sys.modules, where they would hide
+    others later. The dict gets them.
     """
     found: dict[str, ModuleType] = {}
     taken = {name, __package__} if any(glob(f"{folder}/{__package__}*") for folder in folders) else {name}
@@ -93,23 +105,27 @@ def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]
         for key in sys.modules.keys() - before:
             package = sys.modules[key.partition(".")[0]]
             files = getattr(package, "__path__", None) or [getattr(package, "__file__", None) or ""]
-            if {*folders} & {*map(os.path.dirname, files)}: # an environment in the folder lies deeper
+            # An environment in the folder lies deeper.
+            if {*folders} & {*map(os.path.dirname, files)}:
                 found[key] = sys.modules[key]
         for key in found:
             del sys.modules[key]
         sys.modules.update(hidden)
-        sys.path[:], sys.dont_write_bytecode = saved # not earlier: the __path__ of a folder without __init__.py follows
+        # Not earlier: the __path__ of a folder without __init__.py follows.
+        sys.path[:], sys.dont_write_bytecode = saved
 
 
 @contextmanager
 def system_interrupts() -> Iterator[None]:
-    """Let the system end the script's own process at Ctrl-C or SIGTERM inside this block. Python calls a handler only
-    between two operations, and a stranger's file can ask for one that takes minutes. Process 1, the first one of a
-    container, keeps Python's handlers: for it, the system ignores these signals.
+    """Let the system end the script's own process at Ctrl-C or SIGTERM inside this block. Python
+    calls a handler only between two operations, and a stranger's file can ask for one that takes
+    minutes. Process 1, the first one of a container, keeps Python's handlers: for it, the system
+    ignores these signals.
     """
     is_handed_over = owns_process and os.getpid() != 1
     handlers = {number: signal.getsignal(number) for number in END_SIGNALS} if is_handed_over else {}
-    ours = {number: handler for number, handler in handlers.items() if callable(handler)} # others are the system's
+    # The others are the system's.
+    ours = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
@@ -124,11 +140,13 @@ def first_sentence(error: BaseException) -> str:
 
 
 def shorten_spinning() -> None:
-    """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is imported.
+    """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is
+    imported.
 
-    By default they spin for up to 20 ms, on cores that others may need. On two cores of an Intel Xeon, GPT-2 in int8
-    generates 101 tokens/s if they spin for a tenth of a millisecond, and 72 if they sleep at once; if another program
-    uses one core, 43 and 62. The user's own settings are kept.
+    By default they spin for up to 20 ms, on cores that others may need. On two cores of an Intel
+    Xeon, GPT-2 in int8 generates 101 tokens/s if they spin for a tenth of a millisecond, and 72 if
+    they sleep at once; if another program uses one core, 43 and 62. The user's own settings are
+    kept.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "3000"
@@ -140,16 +158,20 @@ def cores_are_busy() -> bool:
     try:
         for _ in range(5):
             time.sleep(0.002)
-            loadavg = Path("/proc/loadavg").read_text() # such as "0.20 0.18 0.12 1/80 11206": 1 of 80 threads runs
+            # Such as "0.20 0.18 0.12 1/80 11206": 1 of 80 threads runs.
+            loadavg = Path("/proc/loadavg").read_text()
             num_running.append(int(loadavg.split()[3].split("/")[0]))
     except (OSError, ValueError, IndexError): # not Linux
         return False
-    num_others = min(num_running) - 1 # without this thread; the lowest, because some threads run only for an instant
+    # This thread is not counted. The lowest number counts, because some threads run only for an instant.
+    num_others = min(num_running) - 1
     return num_others >= (os.cpu_count() or 1) / 2
 
 
 def check_fork() -> None:
-    """Raises RuntimeError in a fork of a process that called this: without its threads, torch would hang for ever."""
+    """Raises RuntimeError in a fork of a process that called this: without its threads, torch would
+    hang for ever.
+    """
     global first_pid
     first_pid = first_pid or os.getpid()
     if first_pid != os.getpid():
@@ -159,7 +181,9 @@ def check_fork() -> None:
 
 
 def cpu_limits() -> Iterator[int]:
-    """How many cores each control group (version 2) of this process, such as a container, has the time of."""
+    """How many cores each control group (version 2) of this process, such as a container, has the
+    time of.
+    """
     with suppress(OSError): # not Linux
         own = OWN_CGROUPS.read_text().partition("0::")[2] # such as "0::/docker/1f"
         group = CGROUPS / own.strip("/\n")
@@ -171,17 +195,20 @@ def cpu_limits() -> Iterator[int]:
 
 
 def limit_threads() -> None:
-    """Let torch, and so the kernels, use no more threads than a container has the time of, unless the user chose."""
+    """Let torch, and so the kernels, use no more threads than a container has the time of, unless
+    the user chose.
+    """
     import torch
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min([torch.get_num_threads(), *cpu_limits()])) # torch has counted the cores
+        # torch has counted the cores.
+        torch.set_num_threads(min([torch.get_num_threads(), *cpu_limits()]))
 
 
 def has_numba(is_required: bool) -> bool:
     """Whether numba works here. If not, a warning says so, or an error if it is required."""
     remedy = "pip install --force-reinstall numba, or unset NUMBA_* variables"
-    # numba reads this file when it is imported and when it compiles. It may come with a stranger's model, and can name
-    # a folder of pickles that numba then loads.
+    # numba reads this file when it is imported and when it compiles. It may come with a stranger's
+    # model, and can name a folder of pickles that numba then loads.
     if os.path.isfile(".numba_config.yaml"):
         reason = "which would apply the .numba_config.yaml of this folder"
         remedy = "remove that file, or start in another folder"
@@ -202,7 +229,8 @@ def numba_failure() -> str:
     num_threads = torch.get_num_threads()
     try:
         import numba
-        numba.get_num_threads() # starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names
+        # Starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names.
+        numba.get_num_threads()
         torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it
         return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
     except Exception as error: # it, or what it needs, is missing or broken, or a variable is wrong
@@ -210,7 +238,9 @@ def numba_failure() -> str:
 
 
 def peak_memory(device: "torch.device") -> int | None:
-    """The peak memory of this process in bytes: of the GPU if device is one, otherwise RAM. None if unknown."""
+    """The peak memory of this process in bytes: of the GPU if device is one, otherwise RAM. None if
+    unknown.
+    """
     if device.type == "cuda":
         import torch
         return torch.cuda.max_memory_allocated(device)
@@ -221,8 +251,8 @@ def peak_memory(device: "torch.device") -> int | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it. Those of
-    other types may quote a file, which could say anything.
+    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several
+    messages for it. Those of other types may quote a file, which could say anything.
     """
     if error is None:
         return False
@@ -232,9 +262,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def limit_malloc_trim() -> None:
-    """Let glibc keep up to 64 MB of freed memory for the next step, instead of returning it to the system. Every step
-    allocates and frees the same megabytes, and each page that was returned would cost a page fault. Arrays of 16 MB or
-    more, which the user's program may have, are always returned: no array of a step of GPT-2 124M is larger.
+    """Let glibc keep up to 64 MB of freed memory for the next step, instead of returning it to the
+    system. Every step allocates and frees the same megabytes, and each page that was returned would
+    cost a page fault. Arrays of 16 MB or more, which the user's program may have, are always
+    returned: no array of a step of GPT-2 124M is larger.
     """
     with suppress(AttributeError, OSError, TypeError): # another system, or another C library
         libc = ctypes.CDLL(None)
@@ -243,10 +274,13 @@ def limit_malloc_trim() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the GPU and the system: the C library keeps what lies below memory in use."""
+    """Return freed memory to the GPU and the system: the C library keeps what lies below memory in
+    use.
+    """
     import torch
     if torch.cuda.is_initialized():
-        with suppress(RuntimeError): # torch 2.10 to 2.12, once the capture of a CUDA graph has failed
+        # torch 2.10 to 2.12, once the capture of a CUDA graph has failed.
+        with suppress(RuntimeError):
             torch.cuda.empty_cache()
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,6 @@
-"""The interactive session: the model stays loaded, each line is a prompt, and its sample streams to the terminal."""
+"""The interactive session: the model stays loaded, each line is a prompt, and its sample streams to
+the terminal.
+"""
 import io
 import logging
 import os
@@ -22,7 +24,8 @@ from sampling.process import is_out_of_memory
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
-# The settings that a command may change, and the names that configurator gives to the types of their values.
+# The settings that a command may change, and the names that configurator gives to the types of
+# their values.
 TYPES = {f.name: [t.__name__ for t in get_args(f.type) or [f.type]]
          for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
 HELP = """Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
@@ -41,25 +44,30 @@ Tab completes a command, Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
 def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_probs: bool, start: str) -> None:
-    """Read prompts and commands from standard input until it ends. load: loads the model, at the start and for :reload.
-    params, show_probs: the initial settings. start: the first prompt, unless it is blank.
+    """Read prompts and commands from standard input until it ends. load: loads the model, at the
+    start and for :reload. params, show_probs: the initial settings. start: the first prompt, unless
+    it is blank.
     """
     if sys.stdin is None or sys.stdout is None:
         raise ValueError("interactive=True needs standard input and standard output, but one of them is closed")
     if isinstance(sys.stdin, io.TextIOWrapper): # not in a notebook
-        sys.stdin.reconfigure(errors="surrogateescape") # so that only a line that is not UTF-8 is an error
+        # So that only a line that is not UTF-8 is an error.
+        sys.stdin.reconfigure(errors="surrogateescape")
     history = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "nanogpt-sample" / "history"
-    with suppress(ImportError, OSError): # it gives input() line editing; on Windows, the console itself edits lines
+    # It gives input() line editing; on Windows, the console itself edits lines.
+    with suppress(ImportError, OSError):
         import readline
         if os.environ.get("TERM") != "dumb":
-            readline.parse_and_bind("set enable-bracketed-paste on") # several pasted lines are one prompt
+            # Several pasted lines are one prompt.
+            readline.parse_and_bind("set enable-bracketed-paste on")
         readline.set_completer(complete)
         readline.set_completer_delims("") # what Tab completes is all of the line
         readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
         readline.read_history_file(history)
     session = Session(load, params, show_probs)
     session.reload()
-    signal.signal(signal.SIGINT, signal.default_int_handler) # it ends what runs, but not the session
+    # It ends what runs, but not the session.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if is_tty(sys.stdin):
         logger.info("type a prompt, or :help; Ctrl-D ends the session")
     with suppress(EOFError): # the end of the session
@@ -128,7 +136,9 @@ class Session:
                 break
 
     def print_scores(self, start: str) -> None:
-        """Print how likely the model finds the texts that start names; if it is empty, the last prompt and sample."""
+        """Print how likely the model finds the texts that start names; if it is empty, the last
+        prompt and sample.
+        """
         self.check_model()
         if not start and self.last is None:
             raise ValueError("there is no sample yet: type a prompt, or :score and a text")
@@ -144,7 +154,9 @@ class Session:
         self.printer.print_total()
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> bool:
-        """Generate a sample, and stream it to the terminal. Ctrl-C ends it after a step; then return False."""
+        """Generate a sample, and stream it to the terminal. Ctrl-C ends it after a step; then
+        return False.
+        """
         self.check_model()
         interrupts = []
         self.last = sample
@@ -219,7 +231,8 @@ class Session:
     def continue_last(self) -> None:
         sample = self.last
         text = self.last.prompt.text + self.last_text
-        if sample.finish_reason == "length": # a character that was incomplete comes whole with the next tokens
+        # A character that was incomplete comes whole with the next tokens.
+        if sample.finish_reason == "length":
             text = text.rstrip(REPLACEMENT)
             ids = sample.prompt_ids + sample.token_ids
         else: # after a stop text or Ctrl-C, token_ids has tokens that the user did not see
@@ -251,13 +264,17 @@ COMMANDS = {**dict.fromkeys(["help", "h", "?"], Session.show_help), "settings": 
 
 
 def complete(line: str, index: int) -> str | None:
-    """For readline: the command with this index among those that begin with line. In a prompt, Tab is a character."""
+    """For readline: the command with this index among those that begin with line. In a prompt, Tab
+    is a character.
+    """
     commands = [f":{name}" for name in [*COMMANDS, *TYPES] if len(name) > 1 and f":{name}".startswith(line)]
     return [*(commands or [f"{line}\t"]), None][index]
 
 
 def read_line() -> str:
-    """Read a line, or several that were pasted. A user at a terminal sees "> " first. Raises EOFError at Ctrl-D."""
+    """Read a line, or several that were pasted. A user at a terminal sees "> " first. Raises
+    EOFError at Ctrl-D.
+    """
     try:
         line = input("> " if is_tty(sys.stdin) and is_tty(sys.stdout) else "")
     except (EOFError, OSError): # the latter from a closed terminal
@@ -265,4 +282,5 @@ def read_line() -> str:
             end_line()
         raise EOFError from None
     line = line.removeprefix("\ufeff").removesuffix("\r") # a file may come from Windows
-    return line.removesuffix("\n") if line.count("\n") == 1 else line # a single line, pasted with its newline
+    # A single line, pasted with its newline.
+    return line.removesuffix("\n") if line.count("\n") == 1 else line

@@ -1,4 +1,6 @@
-"""TextGenerator, a model that is ready to generate text. sample.py, its session and sampling.load all use it."""
+"""TextGenerator, a model that is ready to generate text. sample.py, its session and sampling.load
+all use it.
+"""
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -27,10 +29,11 @@ DEFAULT_PARAMS = SamplingParams()
 class TextGenerator:
     """A model with its tokenizer on its device. Several threads may use it at once.
 
-    Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a number is not allowed;
-    TypeError if a text is not a str, or if params are of another type.
+    Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a
+    number is not allowed; TypeError if a text is not a str, or if params are of another type.
     """
-    has_announced_window = False # that the window moves, which takes long: once, not for each prompt of a session
+    # That the window moves, which takes long: once, not for each prompt of a session.
+    has_announced_window = False
     checked_stops = () # the latest stop texts: their warnings come once, too
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend):
@@ -46,20 +49,23 @@ class TextGenerator:
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None, **settings: Any) -> list[Sample]:
-        """Generate num_samples samples for each prompt, in order. batch_size=None: the backend decides.
-        settings: fields of SamplingParams, in place of those of params.
+        """Generate num_samples samples for each prompt, in order. batch_size=None: the backend
+        decides. settings: fields of SamplingParams, in place of those of params.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
         samples = self.make_samples(prompts, num_samples)
         return [sample for sample, _ in self.run(samples, params, batch_size, **settings) if sample.finish_reason]
 
     def stream(self, prompt: str, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
-        """Yield the text of one sample in parts, while it is generated. settings: as for generate."""
+        """Yield the text of one sample in parts, while it is generated. settings: as for generate.
+        """
         steps = self.run(self.make_samples([prompt]), params, batch_size=1, stream=True, **settings)
         return (text for _, pieces in steps if (text := "".join(piece.text for piece in pieces)))
 
     def score(self, text: str, num_logprobs: int = 0) -> Score:
-        """How likely the model finds each token of a text, and num_logprobs of the most likely tokens in its place."""
+        """How likely the model finds each token of a text, and num_logprobs of the most likely
+        tokens in its place.
+        """
         check_values({"num_logprobs": num_logprobs})
         scores = self.make_samples([text], is_score=True)
         *_, (score, _) = self.run(scores, ScoringParams(num_logprobs or 0))
@@ -84,7 +90,9 @@ class TextGenerator:
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
             batch_size: int | None = None, stream: bool = False,
             **settings: Any) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Generate samples, or score them: see Engine.generate and score_texts. Yields each with its new text."""
+        """Generate samples, or score them: see Engine.generate and score_texts. Yields each with
+        its new text.
+        """
         check_fork()
         params = DEFAULT_PARAMS if params is None else params
         if isinstance(params, ScoringParams):
@@ -139,11 +147,13 @@ def load_model(name: str, is_huggingface: bool, device: str, dtype: str, tokeniz
                runs_itself: bool = False) -> TextGenerator:
     """Load the ckpt.pt of this name, or a model of Hugging Face, with its tokenizer.
 
-    device, dtype, tokenizer, model_file: as in sample.py. num_steps: see count_steps. runs_itself: see load_own_model.
-    Raises ValueError or OSError if there is no such model, or if it cannot be used here.
+    device, dtype, tokenizer, model_file: as in sample.py. num_steps: see count_steps. runs_itself:
+    see load_own_model. Raises ValueError or OSError if there is no such model, or if it cannot be
+    used here.
     """
     torch_device, torch_dtype = choose_device_and_dtype(device, dtype, runs_itself)
-    # In the caller's inference mode, the weights could not be used outside of it; nor on the caller's default device.
+    # In the caller's inference mode, the weights could not be used outside of it; nor on the
+    # caller's default device.
     with torch.inference_mode(False), torch.device("cpu"):
         with system_interrupts(): # a stranger's file may keep Python busy for minutes
             if is_huggingface:

@@ -1,5 +1,6 @@
-"""Backend: a GPT that was prepared for a device. It computes logits, and nothing else. And the two plain backends:
-EagerBackend, for where there is no faster one, and OwnBackend, for a model that runs itself.
+"""Backend: a GPT that was prepared for a device. It computes logits, and nothing else. And the two
+plain backends: EagerBackend, for where there is no faster one, and OwnBackend, for a model that
+runs itself.
 """
 import logging
 import math
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class Backend:
-    """A GPT prepared for one kind of device. Each subclass defines new_cache and logits, and what differs by device.
+    """A GPT prepared for one kind of device. Each subclass defines new_cache and logits, and what
+    differs by device.
 
     All backends compute the same logits, up to rounding.
     """
@@ -30,14 +32,17 @@ class Backend:
     has_cache = True # whether new_cache returns one
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     max_batch_bytes = 2**31 # what these samples may take, unless it is a single one
-    max_window_tokens = math.inf # of a batch that is past block_size: with more, its steps are not more efficient
+    # In a batch that is past block_size: with more tokens, its steps are not more efficient.
+    max_window_tokens = math.inf
     full_vocabulary = False # whether top_k masks all logits, as in nanoGPT: see Sampler
-    min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
+    # Steps between two copies of tokens to the host, where text streams or may end early.
+    min_flush_steps = 1
     cache_itemsize = 4 # bytes of a number in the cache
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache | None:
-        """An empty KVCache, or the like, with room for capacity positions in each row; None if each step reads all
-        tokens anew. The caller owns it, and may set its seq_len back, which undoes the latest tokens.
+        """An empty KVCache, or the like, with room for capacity positions in each row; None if each
+        step reads all tokens anew. The caller owns it, and may set its seq_len back, which undoes
+        the latest tokens.
         """
 
     def release(self, cache: KVCache) -> None:
@@ -49,19 +54,20 @@ class Backend:
     def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
         """Run the model on ids (B, T), which follow the tokens in the cache.
 
-        Returns the logits of the last num_positions positions of each row: (B * num_positions, V). The next call may
-        overwrite them.
-        If ids has one row and the cache is empty, all rows of the cache get it: one prefill for equal prompts.
+        Returns the logits of the last num_positions positions of each row: (B * num_positions, V).
+        The next call may overwrite them. If ids has one row and the cache is empty, all rows of the
+        cache get it: one prefill for equal prompts.
         """
 
     def text_logits(self, ids: Tensor, num_positions: int) -> Tensor:
-        """The logits (B * num_positions, V) of the last positions of texts (B, T) that are scored."""
+        """The logits (B * num_positions, V) of the last positions of texts (B, T) that are scored.
+        """
         return self.logits(ids, None, num_positions)
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """The context of each step: without gradients, and under autocast for half precision. Outside of the caller's
-        inference mode, because its tensors could not be changed elsewhere.
+        """The context of each step: without gradients, and under autocast for half precision.
+        Outside of the caller's inference mode, because its tensors could not be changed elsewhere.
         """
         # Operators that name no device use the CPU, not the caller's default device.
         has_device = torch.get_default_device().type != "cpu"
@@ -72,7 +78,9 @@ class Backend:
             yield
 
     def draft_for(self, num_tokens: int) -> "Backend | None":
-        """What proposes so many tokens of a single sample, on a cache of this backend; None if that does not pay."""
+        """What proposes so many tokens of a single sample, on a cache of this backend; None if that
+        does not pay.
+        """
 
     @property
     def dtype_name(self) -> str:
@@ -86,11 +94,15 @@ class Backend:
         return num_unfinished < num_rows
 
     def bytes_per_row(self, length: int) -> int:
-        """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window."""
+        """About how many bytes one more row of length tokens takes: cache, logits and, past
+        block_size, the window.
+        """
         config = self.config
         num_tokens = min(length, self.config.block_size)
-        cache_bytes = 2 * config.n_layer * config.n_embd * self.cache_itemsize # of the keys and values of a token
-        window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
+        # The keys and values of a token.
+        cache_bytes = 2 * config.n_layer * config.n_embd * self.cache_itemsize
+        # About ten activations of a token.
+        window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0
         logits_bytes = 40 * config.vocab_size # also what sampling makes of them
         return num_tokens * (cache_bytes + window_bytes) + logits_bytes
 
@@ -105,7 +117,8 @@ def num_step_weights(config: GPTConfig) -> int:
 def compiled(model: GPT) -> Callable[..., Any]:
     """The model as a function that torch.compile compiles when it is called first.
 
-    A call raises ValueError if torch.compile does not work here, but errors that mean out of memory unchanged.
+    A call raises ValueError if torch.compile does not work here, but errors that mean out of memory
+    unchanged.
     """
     logger.info("the model is compiled at its first tokens, which takes about a minute")
     torch.compiler.config.recompile_limit = 32 # prefill, steps and windows, each by batch size
@@ -139,15 +152,18 @@ class EagerBackend(Backend):
 
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
-        ids = ids.clone(memory_format=torch.contiguous_format) # torch.compile compiles again for other strides
-        return self.forward(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
+        # torch.compile compiles again for other strides.
+        ids = ids.clone(memory_format=torch.contiguous_format)
+        # (B, n, V) -> (B * n, V)
+        return self.forward(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1)
 
 
 class OwnBackend(Backend):
-    """Runs a model of the user's own class GPT as nanoGPT does: each step computes the whole window, as nobody else
-    knows what the model could cache. With one row, each operation has nanoGPT's shape, so the same device and torch
-    compute nanoGPT's logits bit for bit, in any dtype. Changes torch's matmul precision and attention kernels to
-    nanoGPT's, for the whole process. config: the sizes of the model.
+    """Runs a model of the user's own class GPT as nanoGPT does: each step computes the whole
+    window, as nobody else knows what the model could cache. With one row, each operation has
+    nanoGPT's shape, so the same device and torch compute nanoGPT's logits bit for bit, in any
+    dtype. Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole
+    process. config: the sizes of the model.
     """
     has_cache = False
     full_vocabulary = True
@@ -159,7 +175,8 @@ class OwnBackend(Backend):
         self.config = config
         self.device = device
         self.dtype = dtype
-        self.max_forward_tokens = 1024 if device.type == "cpu" else 2**20 # with more, a CPU's caches lose activations
+        # With more, a CPU's caches lose activations.
+        self.max_forward_tokens = 1024 if device.type == "cpu" else 2**20
         if model.couples_rows:
             self.max_rows = self.max_forward_tokens = 1
         gpt = model.gpt.to(device)

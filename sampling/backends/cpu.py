@@ -1,6 +1,7 @@
 """The backend for CPUs: kernels compiled by numba, layer by layer, on the checkpoint's own weights.
 
-Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
+Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B *
+T.
 """
 import logging
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
 """The kernels of the CPU backend: plain loops, compiled by numba.
 
-Axes: R rows (tokens of all samples), I inputs and O outputs of a linear layer, B samples, T new tokens of a sample,
-S its positions so far, C room for positions in the cache, E width, H heads, D = E / H. Arrays are float32 and
-C-contiguous. The backend calls layer_norm, attention and those of LINEAR; the other functions are parts of them.
+Axes: R rows (tokens of all samples), I inputs and O outputs of a linear layer, B samples, T new
+tokens of a sample, S its positions so far, C room for positions in the cache, E width, H heads, D =
+E / H. Arrays are float32 and C-contiguous. The backend calls layer_norm, attention and those of
+LINEAR; the other functions are parts of them.
 """
 import math
 import platform
@@ -17,8 +18,9 @@ from sampling import jit
 has_32_registers = "+avx512f" in (config.CPU_FEATURES or "") or platform.machine() in ("aarch64", "arm64")
 OUTPUTS, GROUP = (4, 10) if has_32_registers else (2, 5)
 
-# LLVM may reorder sums, which vectorises them, and fuse products with sums. It may not assume that there are no NaN and
-# no infinity, as fastmath=True would: the sampler must see them to recognise a damaged model.
+# LLVM may reorder sums, which vectorises them, and fuse products with sums. It may not assume that
+# there are no NaN and no infinity, as fastmath=True would: the sampler must see them to recognise a
+# damaged model.
 FLAGS = {"reassoc", "contract", "arcp", "nsz"}
 Array = np.ndarray
 BLOCK = 16 # neighbouring outputs that a thread computes at once
@@ -30,15 +32,18 @@ parallel = partial(jit.parallel, fastmath=FLAGS)
 
 @inner
 def exp(x: np.float32) -> np.float32:
-    """exp(x) for x <= 0, to float32 accuracy, but exp(-87) for smaller x. LLVM vectorises it, but not math.exp.
+    """exp(x) for x <= 0, to float32 accuracy, but exp(-87) for smaller x. LLVM vectorises it, but
+    not math.exp.
 
-    exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and |rest| is at most
-    log(2) / 2.
+    exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and
+    |rest| is at most log(2) / 2.
     """
     if x < np.float32(-87): # not max(): it might drop NaN
         x = np.float32(-87)
-    n = np.int32(x * np.float32(1 / math.log(2)) - np.float32(0.5)) # rounds to the nearest, because x <= 0
-    x -= np.float32(n) * np.float32(0.693359375) # log(2) in two parts: the product with the first one is exact
+    # Rounds to the nearest, because x <= 0.
+    n = np.int32(x * np.float32(1 / math.log(2)) - np.float32(0.5))
+    # log(2) in two parts: the product with the first one is exact.
+    x -= np.float32(n) * np.float32(0.693359375)
     x -= np.float32(n) * np.float32(-2.12194440e-4)
     p = np.float32(1 / 720)
     p = p * x + np.float32(1 / 120)
@@ -48,8 +53,9 @@ def exp(x: np.float32) -> np.float32:
     return ((p * x + ONE) * x + ONE) * np.int32((n + np.int32(127)) * np.int32(2**23)).view(np.float32)
 
 
-# GELU is max(x, 0) - |x| * exp(P(|x|)), where exp(P(z)) is the share of the normal distribution above z: exactly, or in
-# the tanh form nearly. These are the coefficients of polynomials P, fitted so that GELU is off by at most 1e-7.
+# GELU is max(x, 0) - |x| * exp(P(|x|)), where exp(P(z)) is the share of the normal distribution
+# above z: exactly, or in the tanh form nearly. These are the coefficients of polynomials P, fitted
+# so that GELU is off by at most 1e-7.
 EXACT = (-1.38068236e-06, 2.0289853e-05, -9.57157354e-05, -1.75668094e-04, 5.00201916e-03, -3.64616548e-02,
          -3.18273928e-01, -7.97888463e-01, -6.93147114e-01)
 TANH = (-2.80885487e-06, 1.87247376e-05, 1.02340362e-04, -1.09109089e-03, 1.57972961e-03, 3.680921e-03,
@@ -66,7 +72,9 @@ def gelu_of(x: np.float32, form: tuple[float, ...]) -> np.float32:
 
 @inner
 def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int, residual: Array) -> None:
-    """Apply to the sums y[:, first:last]: scales, bias, GELU (0 none, 1 exact, 2 tanh), and the residual if any."""
+    """Apply to the sums y[:, first:last]: scales, bias, GELU (0 none, 1 exact, 2 tanh), and the
+    residual if any.
+    """
     scales = scales[first:last]
     bias = bias[first:last]
     for r in range(len(y)):
@@ -85,8 +93,9 @@ def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: 
 
 @inner
 def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
-    """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x. Four rows of the weight
-    that lie far apart are four streams for the prefetcher, which one core needs to read memory at its full rate.
+    """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x. Four
+    rows of the weight that lie far apart are four streams for the prefetcher, which one core needs
+    to read memory at its full rate.
     """
     for o in range(first, last):
         o1 = o + quarter
@@ -110,11 +119,13 @@ def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: i
 
 @inner
 def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
-    """Outputs first to last of all rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
+    """Outputs first to last of all rows, and those of the other quarters: y[r, o] = weight[o] @
+    x[r].
 
-    OUTPUTS times five sums are computed at once, in registers. Four rows of the weight lie far apart for the same
-    reason as in one_row, and serve GROUP rows of x while they are in the L1 cache. Two of them are faster if five rows
-    of x stay in the L1 cache, and the block of the weight in the L2 cache. A last row alone is left to one_row.
+    OUTPUTS times five sums are computed at once, in registers. Four rows of the weight lie far
+    apart for the same reason as in one_row, and serve GROUP rows of x while they are in the L1
+    cache. Two of them are faster if five rows of x stay in the L1 cache, and the block of the
+    weight in the L2 cache. A last row alone is left to one_row.
     """
     num_rows = len(x)
     if num_rows % 5 == 1:
@@ -127,7 +138,8 @@ def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: 
                 o2 = o + (OUTPUTS - 2) * quarter
                 o3 = o + (OUTPUTS - 1) * quarter
                 w0, w1, w2, w3 = weight[o], weight[o1], weight[o2], weight[o3]
-                for r in range(group, min(group + GROUP, num_rows), 5): # beyond the last row, the last one again
+                # Beyond the last row, the last one again.
+                for r in range(group, min(group + GROUP, num_rows), 5):
                     r1 = min(r + 1, end)
                     r2 = min(r + 2, end)
                     r3 = min(r + 3, end)
@@ -174,7 +186,9 @@ def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: 
 
 
 def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, residual: Array) -> Array:
-    """x (R, I) @ weight (O, I).T, and the epilogue -> (R, O). scales, bias: (O,). residual: (R, O) or (1, 0)."""
+    """x (R, I) @ weight (O, I).T, and the epilogue -> (R, O). scales, bias: (O,). residual: (R, O)
+    or (1, 0).
+    """
     y = np.empty((len(x), len(weight)), np.float32)
     quarter = len(weight) // 4
     for block in prange((quarter + BLOCK - 1) // BLOCK):
@@ -195,7 +209,8 @@ LINEAR: dict[str, jit.Kernel] = {dtype: parallel(linear, dtype) for dtype in ("f
 
 @parallel
 def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
-    """Each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) -> (R, E)."""
+    """Each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) -> (R, E).
+    """
     y = np.empty_like(x)
     for r in prange(len(x)):
         xr = x[r]
@@ -231,7 +246,8 @@ def softmax(scores: Array) -> None:
 def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start: int, y: Array) -> None:
     """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C, D).
 
-    Four positions that lie far apart are read at once, as in one_row. Beyond the last one, it is read with weight 0.
+    Four positions that lie far apart are read at once, as in one_row. Beyond the last one, it is
+    read with weight 0.
     """
     num_tokens, width = q.shape
     scores = np.empty(start + num_tokens + 3, np.float32)
@@ -287,7 +303,8 @@ def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start:
 def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
     """T new tokens of each sample attend to the tokens up to themselves -> (B * T, E).
 
-    qkv (B * T, 3 * E): their queries, keys and values. The cache (B, H, C, D) gets the latter from position start on.
+    qkv (B * T, 3 * E): their queries, keys and values. The cache (B, H, C, D) gets the latter from
+    position start on.
     """
     num_samples, num_heads, _, width = keys.shape
     num_tokens = len(qkv) // num_samples

@@ -1,10 +1,11 @@
-"""The backend for NVIDIA GPUs. Each decode step is one CUDA graph; where graphs do not work, it is the plain model's.
+"""The backend for NVIDIA GPUs. Each decode step is one CUDA graph; where graphs do not work, it is
+the plain model's.
 
-A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
-than running them. A CUDA graph launches all of them at once, but needs tensors that stay in place. So a StaticCache
-holds the tensors that a step reads and writes, and attention covers a bucket of positions, of which a mask hides those
-that are not filled. Each graph is checked when it is captured, on the user's own GPU: it must compute the logits of the
-plain model.
+A step of a small model is a hundred kernels of a few microseconds each, and launching them one by
+one takes longer than running them. A CUDA graph launches all of them at once, but needs tensors
+that stay in place. So a StaticCache holds the tensors that a step reads and writes, and attention
+covers a bucket of positions, of which a mask hides those that are not filled. Each graph is checked
+when it is captured, on the user's own GPU: it must compute the logits of the plain model.
 """
 import logging
 import threading
@@ -20,23 +21,30 @@ from sampling.model import GPT, Block, KVCache, linear_dtype
 from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
-BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
-capture_lock = threading.RLock() # a process may have one capture at a time, which synchronises the GPU
-free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of caches that are gone
+# A step attends to a multiple of this many positions, or to all. Each number has its own graph.
+BUCKET = 128
+# A process may have one capture at a time, which synchronises the GPU.
+capture_lock = threading.RLock()
+# The streams of caches that are gone.
+free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class StaticCache(KVCache):
-    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place. It refers to no step
-    and no backend, which refer to it: such a cycle would keep its memory until a garbage collection.
+    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place. It
+    refers to no step and no backend, which refer to it: such a cycle would keep its memory until a
+    garbage collection.
     """
 
     def __init__(self, model: GPT, num_rows: int, capacity: int, device: torch.device):
         super().__init__(model.config, num_rows, capacity, device, linear_dtype(model))
         self.capacity = capacity
-        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=device) # that the step processes
+        # What the step processes.
+        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device) # of this token
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {} # by number of keys, each with its logits
-        self.stream = self.pool = None # of the captures. The graphs share the pool: they never run at the same time
+        # A graph for each number of keys, with its logits.
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # The stream and the pool of the captures. The graphs share the pool: they never run at the same time.
+        self.stream = self.pool = None
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only, which need new graphs."""
@@ -46,10 +54,12 @@ class StaticCache(KVCache):
 
 
 class CUDABackend(EagerBackend):
-    """Computes the logits of a GPT, whose Linears must be cast already: a graph cannot keep cast copies of weights.
+    """Computes the logits of a GPT, whose Linears must be cast already: a graph cannot keep cast
+    copies of weights.
 
-    Without cuda_graphs, with compile, and once a graph has failed, the plain model runs. Changes the precision of
-    matrix products and the choice of attention kernels for the whole process. Thread-safe: a lock admits one thread.
+    Without cuda_graphs, with compile, and once a graph has failed, the plain model runs. Changes
+    the precision of matrix products and the choice of attention kernels for the whole process.
+    Thread-safe: a lock admits one thread.
     """
     max_batch_bytes = 2**33
     max_rows = 128 # a guess: the random numbers of each row need a kernel
@@ -58,15 +68,19 @@ class CUDABackend(EagerBackend):
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True):
         super().__init__(model, compile)
-        # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
+        # No TF32: it selects kernels by shape, so that another batch size could change a token in
+        # float32.
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
+        # cuDNN needs a new plan for every shape, and so for every length.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.has_graphs = cuda_graphs and not compile
-        self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
+        # The latest one that was released: the next batch may use its graphs.
+        self.idle: StaticCache | None = None
         self.lock = threading.RLock() # the thread that has it may sample in a signal handler
 
     def new_cache(self, num_rows: int, capacity: int) -> StaticCache:
-        capacity = min(round_up(capacity, BUCKET), round_up(self.config.block_size, 8)) # attention needs multiples of 8
+        # Attention needs multiples of 8.
+        capacity = min(round_up(capacity, BUCKET), round_up(self.config.block_size, 8))
         with self.lock:
             cache = self.idle
             self.idle = None
@@ -85,13 +99,15 @@ class CUDABackend(EagerBackend):
         self.idle = None
 
     def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
-        return num_rows > 32 and 2 * num_unfinished <= num_rows # otherwise the new graphs would cost more
+        # With fewer, the new graphs would cost more.
+        return num_rows > 32 and 2 * num_unfinished <= num_rows
 
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
         with self.lock: # another thread must not write the inputs of a step before it runs
             is_decode_step = cache is not None and cache.seq_len > 0 and ids.size(1) == 1
-            if not (is_decode_step and self.has_graphs): # a prompt, a full window, or a text that is scored
+            # A prompt, a full window, or a text that is scored.
+            if not (is_decode_step and self.has_graphs):
                 return super().logits(ids, cache, num_positions)
             num_keys = min(round_up(cache.seq_len + 1, BUCKET), cache.capacity)
             cache.token.copy_(ids)
@@ -104,8 +120,9 @@ class CUDABackend(EagerBackend):
             return logits
 
     def first_logits(self, cache: StaticCache, num_keys: int) -> Tensor:
-        """The logits of the first step with num_keys, which is captured, and checked by the plain model. Raises what
-        means out of memory; then the next step with num_keys is the first one again.
+        """The logits of the first step with num_keys, which is captured, and checked by the plain
+        model. Raises what means out of memory; then the next step with num_keys is the first one
+        again.
         """
         try:
             with capture_lock:
@@ -124,7 +141,8 @@ class CUDABackend(EagerBackend):
         """A graph of the step, which has run once, and its logits (B, V)."""
         graph = torch.cuda.CUDAGraph()
         caller = torch.cuda.current_stream(self.device)
-        if cache.stream is None: # caches may not share one: cuBLAS keeps a workspace for each stream
+        # Caches may not share one: cuBLAS keeps a workspace for each stream.
+        if cache.stream is None:
             streams = free_streams[self.device]
             cache.stream = streams.pop() if streams else torch.cuda.Stream(self.device)
             weakref.finalize(cache, streams.append, cache.stream)
@@ -132,9 +150,11 @@ class CUDABackend(EagerBackend):
             cache.pool = torch.cuda.graph_pool_handle()
         cache.stream.wait_stream(caller)
         try:
-            # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
+            # torch.cuda.graph may leave its own stream current when it fails: the outer block
+            # returns to the caller's.
             with torch.cuda.device(self.device), torch.cuda.stream(cache.stream):
-                # The first run creates what must not be created during a capture, such as the workspace of cuBLAS.
+                # The first run creates what must not be created during a capture, such as the
+                # workspace of cuBLAS.
                 self.decode_step(cache, num_keys)
                 # thread_local: what another thread allocates meanwhile does not end the capture.
                 with torch.cuda.graph(graph, pool=cache.pool, stream=cache.stream, capture_error_mode="thread_local"):
@@ -146,7 +166,9 @@ class CUDABackend(EagerBackend):
         return graph, logits
 
     def disable_graphs(self, error: Exception) -> None:
-        """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be used any more."""
+        """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be
+        used any more.
+        """
         while error.__context__ is not None: # the first error says more than those that it caused
             error = error.__context__
         reason = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
@@ -159,15 +181,18 @@ class CUDABackend(EagerBackend):
         logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether the logits (B, V) of a graph agree with the plain model's, as far as rounding allows. If not, go on
-        without CUDA graphs. A constant added to all logits changes no probability, so the mean of the difference is
-        left out. GPT-2's logits lie around -60 to -115, where bfloat16 numbers are 0.5 apart: half of that is allowed.
+        """Whether the logits (B, V) of a graph agree with the plain model's, as far as rounding
+        allows. If not, go on without CUDA graphs. A constant added to all logits changes no
+        probability, so the mean of the difference is left out. GPT-2's logits lie around -60 to
+        -115, where bfloat16 numbers are 0.5 apart: half of that is allowed.
         """
         std, mean = torch.std_mean(expected.float(), dim=-1, correction=0) # (B,) each
         error = (found.float() - expected.float()).std(dim=-1, correction=0)
-        tolerance = 0.005 if expected.dtype == torch.float32 else 0.05 # a wrong key or mask gives more
+        # A wrong key or mask gives more.
+        tolerance = 0.005 if expected.dtype == torch.float32 else 0.05
         limit = tolerance * std + torch.finfo(expected.dtype).eps / 2 * mean.abs()
-        if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
+        # Logits that are not finite get their own error.
+        if (error <= limit).all() or not expected.isfinite().all():
             return True
         worst = (error - limit).argmax()
         self.has_graphs = False
@@ -177,24 +202,28 @@ class CUDABackend(EagerBackend):
         return False
 
     def decode_step(self, cache: StaticCache, num_keys: int) -> Tensor:
-        """Process cache.token at cache.position, attending to the S = num_keys first positions -> logits (B, V)."""
+        """Process cache.token at cache.position, attending to the S = num_keys first positions ->
+        logits (B, V).
+        """
         transformer = self.model.transformer
         x = transformer.wte(cache.token) + transformer.wpe(cache.position) # (B, 1, E)
         zeros = torch.zeros(1, num_keys, device=self.device, dtype=cache.layers[0].dtype)
-        mask = zeros.masked_fill(torch.arange(num_keys, device=self.device) > cache.position, -torch.inf) # (1, S)
+        # (1, S)
+        mask = zeros.masked_fill(torch.arange(num_keys, device=self.device) > cache.position, -torch.inf)
         for block, layer in zip(transformer.h, cache.layers, strict=True):
             x = block_step(block, x, layer, cache.position, mask, num_keys)
         return self.model.lm_head(transformer.ln_f(x))[:, 0] # (B, 1, E) -> (B, V)
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:
-    """Block.forward for one more token: (B, 1, E) -> (B, 1, E). Its key and value go into layer (2, B, H, capacity, D).
-    mask (1, S) is added to the scores of the S keys.
+    """Block.forward for one more token: (B, 1, E) -> (B, 1, E). Its key and value go into layer (2,
+    B, H, capacity, D). mask (1, S) is added to the scores of the S keys.
     """
     qkv = block.attn.split_heads(block.ln_1(x)) # (B, 1, E) -> (3, B, H, 1, D)
     layer.index_copy_(3, position, qkv[1:])
     keys, values = layer[..., :num_keys, :] # (2, B, H, capacity, D) -> two of (B, H, S, D)
-    y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask) # (B, H, 1, D), one kernel
+    # (B, H, 1, D), one kernel.
+    y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask)
     x = x + block.attn.c_proj(block.attn.merge_heads(y)) # (B, H, 1, D) -> (B, 1, E)
     return x + block.mlp(block.ln_2(x))
 

@@ -1,4 +1,6 @@
-"""Chooses the device, the dtype and the backend for a checkpoint. Raises ValueError if what is named is not here."""
+"""Chooses the device, the dtype and the backend for a checkpoint. Raises ValueError if what is
+named is not here.
+"""
 import logging
 import math
 import os
@@ -17,19 +19,23 @@ MIN_EAGER_SECONDS = 1.0 # a shorter run uses no compiled kernels: loading them t
 # A step of one row with EagerBackend on a CPU, in seconds: for each layer, and for each weight.
 SECONDS_PER_LAYER = 2e-4
 SECONDS_PER_WEIGHT = 4e-10
-SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes a full window (measured with ten rows)
+# Seconds per position and weight, if a step computes a full window (measured with ten rows).
+SECONDS_PER_WINDOW_PRODUCT = 2e-10
 
 
 def choose_device_and_dtype(device: str, dtype: str, is_nanogpts: bool = False) -> tuple[torch.device, torch.dtype]:
-    """Where, and with which numbers, a model will compute. First return the freed memory of the model before it."""
+    """Where, and with which numbers, a model will compute. First return the freed memory of the
+    model before it.
+    """
     process.return_freed_memory()
     chosen = choose_device(device)
     return chosen, choose_dtype(chosen, dtype, is_nanogpts)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name; 'auto' is CUDA, then MPS, then the CPU, which also stands in for a GPU that cannot run
-    a kernel. If torchrun started several processes, each uses another GPU of its machine for 'cuda'.
+    """The device of this name; 'auto' is CUDA, then MPS, then the CPU, which also stands in for a
+    GPU that cannot run a kernel. If torchrun started several processes, each uses another GPU of
+    its machine for 'cuda'.
     """
     process.check_fork() # first of all, because a checkpoint, too, is read with several threads
     gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
@@ -56,8 +62,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> torch.dtype:
-    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere. is_nanogpts: as
-    nanoGPT, which takes bfloat16 even where the GPU emulates it.
+    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
+    is_nanogpts: as nanoGPT, which takes bfloat16 even where the GPU emulates it.
     """
     if name == "int8" and device.type != "cpu":
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
@@ -80,15 +86,19 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
                     num_steps: int | None = None) -> Backend:
     """The fastest backend for a model. It uses the weights of the checkpoint: each needs its own.
 
-    dtype may be torch.int8 on a CPU, without compile. num_steps: see count_steps; None: unknown, or many.
+    dtype may be torch.int8 on a CPU, without compile. num_steps: see count_steps; None: unknown, or
+    many.
     """
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
-    if options.compile: # torch.compile starts Pythons, which would import modules of the working directory
+        # Otherwise graphs, and memory for libraries, would be on GPU 0.
+        torch.cuda.set_device(device)
+    # torch.compile starts Pythons, which would import modules of the working directory.
+    if options.compile:
         os.environ.setdefault("PYTHONSAFEPATH", "1") # from Python 3.11 on
     process.limit_threads()
     config = checkpoint.config
-    shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
+    # A tied head counts once.
+    shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()}
     if checkpoint.own_model:
         backend = OwnBackend(checkpoint.own_model, config, device, dtype, options.compile)
     elif wants_kernels(config, device, dtype, options, num_steps) and process.has_numba(dtype == torch.int8):
@@ -103,13 +113,14 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
             backend = EagerBackend(gpt, options.compile)
     backend.num_params = sum(map(math.prod, shapes.values()))
     if device.type == "cpu":
-        process.limit_malloc_trim() # not earlier, or what loading has freed would stay as holes in the heap
+        # This comes last, or what loading has freed would stay as holes in the heap.
+        process.limit_malloc_trim()
     return backend
 
 
 def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | None) -> int | None:
-    """How many steps a run takes in full batches; None if the number of its samples is unknown. The processes that
-    torchrun started do not know theirs, so that all choose the same backend.
+    """How many steps a run takes in full batches; None if the number of its samples is unknown. The
+    processes that torchrun started do not know theirs, so that all choose the same backend.
     """
     if num_samples is None or process.world_size() > 1:
         return None
@@ -118,7 +129,9 @@ def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | 
 
 def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
                   num_steps: int | None) -> bool:
-    """Whether a run should use CPUBackend's kernels: on a CPU in float32 and int8, unless it is too short for them."""
+    """Whether a run should use CPUBackend's kernels: on a CPU in float32 and int8, unless it is too
+    short for them.
+    """
     if device.type != "cpu" or dtype not in (torch.float32, torch.int8) or options.compile:
         return False
     if num_steps is None or dtype == torch.int8:
@@ -126,14 +139,18 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
     num_windows = max(0, num_steps - config.block_size)
     num_weights = num_step_weights(config)
     step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
-    window = config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT # past block_size, each step recomputes it
+    # Past block_size, each step recomputes it.
+    window = config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT
     return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
-    """Cast the Linears once: autocast would do it at every step. The embeddings keep their dtype. Returns model."""
+    """Cast the Linears once: autocast would do it at every step. The embeddings keep their dtype.
+    Returns model.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.dtype != dtype: # a new Parameter would untie a float32 head
+        # A new Parameter would untie a float32 head.
+        if isinstance(module, nn.Linear) and module.weight.dtype != dtype:
             for name, value in module.named_parameters():
                 setattr(module, name, nn.Parameter(value.to(dtype), requires_grad=False))
     return model

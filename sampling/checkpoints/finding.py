@@ -105,7 +105,8 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def advice(path: Path) -> str:
-    """Which models are at path, in it, or else near it, and the flag that loads the first of them."""
+    """Which models are at path, in it, or else near it, and the flag that loads the first of them.
+    """
     wanted = checkpoint_path(path)
     for part in wanted, *wanted.parents:
         if os.path.islink(part) and not os.path.exists(part):

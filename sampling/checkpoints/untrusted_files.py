@@ -81,7 +81,8 @@ def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
+    """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8.
+    """
     with reject_damaged(path):
         # A device or a pipe may never end.
         require(path.is_file(), "it is missing, or not a regular file")

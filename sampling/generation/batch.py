@@ -20,10 +20,12 @@ MAX_FLUSH_SECONDS = 0.4 # between two flushes, so that a progress bar moves
 
 
 class Step(NamedTuple):
-    """The tokens of one step, and what is known about them. All tensors are on the backend's device.
+    """The tokens of one step, and what is known about them. All tensors are on the backend's
+    device.
 
-    The log-probabilities are those of the model itself: at temperature 1, over the whole vocabulary. They are of the
-    sampled tokens, and then of the n most likely ones; without log-probabilities, both tensors have no columns.
+    The log-probabilities are those of the model itself: at temperature 1, over the whole
+    vocabulary. They are of the sampled tokens, and then of the n most likely ones; without
+    log-probabilities, both tensors have no columns.
     """
     token: Tensor # (B, 1)
     largest_logit: Tensor # (B, 1)
@@ -34,11 +36,13 @@ class Step(NamedTuple):
 class Batch:
     """Prompts, of which the model sees at most block_size tokens, and their samples.
 
-    All rows decode in lockstep from the end of the shortest prompt. The rest of a longer prompt is teacher-forced while
-    the other rows are sampled. Each row gets the tokens that it would get alone.
+    All rows decode in lockstep from the end of the shortest prompt. The rest of a longer prompt is
+    teacher-forced while the other rows are sampled. Each row gets the tokens that it would get
+    alone.
 
-    window (B, S): the tokens that the model sees. cache: the keys and values of the first cache.seq_len of them; None
-    once the window moves. rows: the texts of the samples. The maker of a Batch must call release.
+    window (B, S): the tokens that the model sees. cache: the keys and values of the first
+    cache.seq_len of them; None once the window moves. rows: the texts of the samples. The maker of
+    a Batch must call release.
     """
 
     def __init__(self, rows: list[Detokenizer], backend: Backend, run_stream: RunStream, params: SamplingParams):
@@ -50,10 +54,13 @@ class Batch:
         length = min(map(len, prompts))
         self.window = torch.tensor([ids[:length] for ids in prompts], device=backend.device)
         self.has_equal_starts = all(ids[:length] == prompts[0][:length] for ids in prompts)
-        self.first_steps = [len(ids) - length for ids in prompts] # in which the rows get their first new tokens
-        # One tensor, because a copy from the host at each step would synchronise the GPU. -1: the row has none left.
+        # The steps in which the rows get their first new tokens.
+        self.first_steps = [len(ids) - length for ids in prompts]
+        # One tensor, because a copy from the host at each step would synchronise the GPU. -1: the
+        # row has none left.
         rests = [torch.tensor(ids[length:], dtype=torch.long) for ids in prompts]
-        self.forced = pad_sequence(rests, padding_value=-1).to(backend.device)[..., None] # (steps, B, 1)
+        # (steps, B, 1)
+        self.forced = pad_sequence(rests, padding_value=-1).to(backend.device)[..., None]
         self.streams = run_stream.for_rows([row.sample.index for row in rows], self.first_steps)
         self.num_steps = 0 # so far
         self.pending: list[Step] = [] # the latest steps, whose tokens are not on the host yet
@@ -62,7 +69,9 @@ class Batch:
 
     @property
     def unread(self) -> Tensor:
-        """The tokens that are not in the cache: (B, T), or (1, T) for equal prompts, which are read once."""
+        """The tokens that are not in the cache: (B, T), or (1, T) for equal prompts, which are read
+        once.
+        """
         if self.cache is None:
             return self.window
         ids = self.window[:, self.cache.seq_len:]
@@ -74,7 +83,9 @@ class Batch:
 
     @property
     def forced_token(self) -> Tensor | None:
-        """The tokens (B, 1) of longer prompts in this step; -1 where the token is sampled. None: all are sampled."""
+        """The tokens (B, 1) of longer prompts in this step; -1 where the token is sampled. None:
+        all are sampled.
+        """
         return self.forced[self.num_steps] if self.num_steps < len(self.forced) else None
 
     def append(self, step: Step) -> None:
@@ -88,7 +99,8 @@ class Batch:
         if self.window.size(1) <= block_size:
             return
         # Positions are learned and absolute: once the window moves, all keys and values change.
-        if self.params.context_shift: # as in llama.cpp: drop the older half, and prefill the rest once
+        # As in llama.cpp: drop the older half, and prefill the rest once.
+        if self.params.context_shift:
             self.window = self.window[:, -(block_size - block_size // 2):]
             self.cache.seq_len = 0
         else: # as in nanoGPT: from now on, every step recomputes the whole window
@@ -96,7 +108,8 @@ class Batch:
             self.release()
 
     def flush(self) -> None:
-        """Append the tokens of the pending steps to the samples. Raises ValueError if their logits were not finite.
+        """Append the tokens of the pending steps to the samples. Raises ValueError if their logits
+        were not finite.
 
         It copies two tensors, because each copy to the host waits for the GPU.
         """
@@ -117,7 +130,9 @@ class Batch:
                     row.append(token_id, logprob, top, top_ids)
 
     def is_due(self, flush_steps: int) -> bool:
-        """Whether to flush: after flush_steps steps, when a row may be finished, or if the steps take long."""
+        """Whether to flush: after flush_steps steps, when a row may be finished, or if the steps
+        take long.
+        """
         if self.cache is None: # each step recomputes the window
             flush_steps = self.backend.min_flush_steps
         may_finish = self.num_steps - self.params.max_new_tokens in self.first_steps
@@ -125,7 +140,9 @@ class Batch:
         return bool(self.pending) and (len(self.pending) >= flush_steps or may_finish or is_slow)
 
     def drop_finished(self) -> None:
-        """Keep the unfinished rows only, if the backend gains by it. If there are none, the batch is over."""
+        """Keep the unfinished rows only, if the backend gains by it. If there are none, the batch
+        is over.
+        """
         unfinished = [i for i, row in enumerate(self.rows) if not row.is_finished]
         if not unfinished:
             self.rows = []

@@ -6,8 +6,8 @@ from sampling.params import Piece, Sample, SamplingParams, Token
 
 
 class Detokenizer:
-    """Appends tokens to a sample until it has max_new_tokens or a stop text appears, which may span several tokens. The
-    new text comes as pieces, as soon as no stop text can take it back.
+    """Appends tokens to a sample until it has max_new_tokens or a stop text appears, which may span
+    several tokens. The new text comes as pieces, as soon as no stop text can take it back.
     """
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer, params: SamplingParams):
@@ -23,7 +23,8 @@ class Detokenizer:
         self.decode = self.tokenizer.decoder(self.sample.prompt_ids)
         self.pieces: list[Piece] = []
         self.withheld: list[Piece] = [] # with these, a stop text may begin
-        self.logprob: float | None = None # of the tokens since the last text: a character may have several
+        # The log-probability of the tokens since the last text: a character may have several.
+        self.logprob: float | None = None
         if self.params.max_new_tokens == 0:
             self.sample.finish_reason = "length"
 
@@ -38,7 +39,9 @@ class Detokenizer:
 
     def append(self, token_id: int, logprob: float | None = None, top: Sequence[float] = (),
                top_ids: Sequence[int] = ()) -> None:
-        """Append the next token, and set the finish reason if it is the last one. top, top_ids: the most likely."""
+        """Append the next token, and set the finish reason if it is the last one. top, top_ids: the
+        most likely.
+        """
         sample = self.sample
         is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
         top_texts = [self.decode.peek(top_id, is_last) for top_id in top_ids]
@@ -68,7 +71,9 @@ class Detokenizer:
         return None, len(text) - max(lengths, default=0)
 
     def truncate(self, num_chars: int) -> None:
-        """Remove this many characters from the end of the text. The tokens stay, but their text becomes shorter."""
+        """Remove this many characters from the end of the text. The tokens stay, but their text
+        becomes shorter.
+        """
         tokens = self.sample.tokens
         i = len(self.sample.tokens)
         while num_chars > 0:
@@ -79,7 +84,8 @@ class Detokenizer:
 
 
 def split(pieces: list[Piece], num_chars: int) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of the first num_chars characters, and those of the rest. A piece may become two."""
+    """The pieces of the first num_chars characters, and those of the rest. A piece may become two.
+    """
     first = []
     rest = []
     for piece in pieces:

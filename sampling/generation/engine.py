@@ -1,4 +1,5 @@
-"""The loop that samples, and the batches around it. It is nanoGPT's loop: logits, a token, append, crop.
+"""The loop that samples, and the batches around it. It is nanoGPT's loop: logits, a token, append,
+crop.
 
 Axes: B rows, V vocabulary, k proposals of a draft.
 """
@@ -24,14 +25,15 @@ from sampling.sampler.sampler import Sampler
 logger = logging.getLogger(__name__)
 FLUSH_STEPS = 16 # between two copies of tokens to the host, where nothing depends on the tokens
 MAX_PROPOSALS = 12 # of a draft, in a row
-MIN_LEAD = 0.05 # of a proposal's score over the next one, as a logarithm: below it, the draft is unsure
+# The lead of a proposal's score over the next one, as a logarithm: below it, the draft is unsure.
+MIN_LEAD = 0.05
 
 
 class Engine:
     """Gives samples their tokens: the same to each as if it were generated alone.
 
-    batch_size: how many samples to generate at once; None: as many as the backend likes. stream: whether each token is
-    wanted as soon as possible.
+    batch_size: how many samples to generate at once; None: as many as the backend likes. stream:
+    whether each token is wanted as soon as possible.
     """
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend, params: SamplingParams,
@@ -49,31 +51,36 @@ class Engine:
         self.run_stream = RunStream(params.seed, backend.device, checkpoint.num_init_draws,
                                     draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size,
                                     row_type=row_type)
-        # nanoGPT samples in the dtype of its logits, which on most devices are float32; transformers in float32.
+        # nanoGPT samples in the dtype of its logits, which on most devices are float32;
+        # transformers in float32.
         in_logits_dtype = backend.full_vocabulary and not checkpoint.is_huggingface
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                                full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype, kernel=kernel)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
-        self.waiting: deque[Detokenizer] = deque() # the rows whose samples are yielded next, in order
+        # The rows whose samples are yielded next, in order.
+        self.waiting: deque[Detokenizer] = deque()
 
     def generate(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[Piece]]]:
         """Yield the samples in order, except those that are already saved, each with its new text.
 
-        After each flush, the first unfinished sample comes with its pieces since the last time, perhaps none. A
-        finished sample comes once, with the rest of its pieces. Raises ValueError if logits were NaN or infinite.
+        After each flush, the first unfinished sample comes with its pieces since the last time,
+        perhaps none. A finished sample comes once, with the rest of its pieces. Raises ValueError
+        if logits were NaN or infinite.
         """
         for batch in self.batches(samples):
             rows = [Detokenizer(sample, self.tokenizer, self.params) for sample in batch]
             self.waiting.extend(row for row in rows if not row.sample.already_saved)
             for group in group_by_length(rows, self.backend.config.block_size, self.params.max_new_tokens):
                 yield from self.generate_rows(group)
-            yield from self.take_pieces() # with max_new_tokens=0, all rows are finished from the start
+            # With max_new_tokens=0, all rows are finished from the start.
+            yield from self.take_pieces()
 
     def batches(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-        """Divide the samples into batches, and leave out batches of which all samples are already saved.
+        """Divide the samples into batches, and leave out batches of which all samples are already
+        saved.
 
-        In the others, the saved samples are generated again: then the rest get the same logits as in the first run, to
-        the last bit.
+        In the others, the saved samples are generated again: then the rest get the same logits as
+        in the first run, to the last bit.
         """
         samples = iter(samples)
         waiting = []
@@ -86,10 +93,11 @@ class Engine:
                 yield batch
 
     def count_fitting(self, samples: list[Sample]) -> int:
-        """How many of the first samples make a batch, at least one, if each is as long as the longest.
+        """How many of the first samples make a batch, at least one, if each is as long as the
+        longest.
 
-        Past block_size, larger batches may not be faster: then they are small, so that the first samples are shown and
-        saved while the others wait.
+        Past block_size, larger batches may not be faster: then they are small, so that the first
+        samples are shown and saved while the others wait.
         """
         backend = self.backend
         longest = 0
@@ -103,7 +111,9 @@ class Engine:
         return len(samples)
 
     def take_pieces(self) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Yield the waiting samples that are finished, up to the first one that is not, and this one's new pieces."""
+        """Yield the waiting samples that are finished, up to the first one that is not, and this
+        one's new pieces.
+        """
         while self.waiting and self.waiting[0].is_finished:
             row = self.waiting.popleft()
             yield row.sample, row.take_pieces()
@@ -111,7 +121,9 @@ class Engine:
             yield self.waiting[0].sample, self.waiting[0].take_pieces()
 
     def generate_rows(self, rows: list[Detokenizer]) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Generate rows together, or half as many at once whenever memory runs out. Yields what is new in order."""
+        """Generate rows together, or half as many at once whenever memory runs out. Yields what is
+        new in order.
+        """
         while rows := [row for row in rows if not row.is_finished]:
             batch = rows[:self.batch_size]
             try:
@@ -139,7 +151,8 @@ class Engine:
             while batch.rows:
                 with self.backend.inference():
                     while not batch.is_due(self.flush_steps):
-                        # 2) Logits, of a single row also after each of k proposals of the draft: (B * (k + 1), V).
+                        # 2) Logits (B * (k + 1), V), of a single row also after each of k proposals
+                        # of the draft.
                         ids = batch.unread # (B, T)
                         num_proposals = 0
                         if draft:
@@ -154,7 +167,7 @@ class Engine:
                             batch.append(step)
                             if i < num_proposals and step.token != proposals[:, i]:
                                 break # the other logits follow a wrong token
-                    # 5) Flush: copy the tokens to the host, and leave out the rows that are finished.
+                    # 5) Flush: copy the tokens to the host, and leave out finished rows.
                     batch.flush()
                     batch.drop_finished()
                 yield from self.take_pieces()
@@ -176,8 +189,8 @@ class Engine:
 
 
 def group_by_length(rows: Sequence[Detokenizer], block_size: int, max_new_tokens: int) -> list[list[Detokenizer]]:
-    """Group rows whose visible prompts differ in length by at most max_new_tokens, in the order of the samples: in a
-    batch, a longer prompt takes extra steps.
+    """Group rows whose visible prompts differ in length by at most max_new_tokens, in the order of
+    the samples: in a batch, a longer prompt takes extra steps.
     """
     lengths = [min(len(row.sample.prompt_ids), block_size) for row in rows]
     shortest = -math.inf
@@ -194,11 +207,13 @@ def group_by_length(rows: Sequence[Detokenizer], block_size: int, max_new_tokens
 # ---- speculative decoding that keeps the text: docs/reproducibility.md explains why
 
 def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
-    """The tokens (1, k) that the draft samples after the window of a single row, up to the first of which it is unsure.
+    """The tokens (1, k) that the draft samples after the window of a single row, up to the first of
+    which it is unsure.
 
-    draft: an int8 copy of the model. It samples with the random numbers that the model will use at the same positions,
-    so it mostly proposes the model's own tokens. It reads and writes the cache of the model, whose own keys and values
-    replace those of the draft when the model reads the proposals.
+    draft: an int8 copy of the model. It samples with the random numbers that the model will use at
+    the same positions, so it mostly proposes the model's own tokens. It reads and writes the cache
+    of the model, whose own keys and values replace those of the draft when the model reads the
+    proposals.
     """
     ids = batch.window # (1, S)
     cache = batch.cache
@@ -206,7 +221,8 @@ def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
         return ids[:, :0]
     seq_len = cache.seq_len
     room = batch.backend.config.block_size - ids.size(1)
-    for i in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
+    # The model samples one token more.
+    for i in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)):
         logits = draft.logits(ids[:, cache.seq_len:], cache)
         token, lead = sampler.propose(logits, ids, None if sampler.is_greedy else batch.streams.peek(i))
         ids = torch.cat([ids, token], dim=1)

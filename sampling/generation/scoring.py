@@ -1,6 +1,7 @@
 """Scores texts: how likely the model finds each token after the tokens before it.
 
-Axes: B windows, T tokens that the model reads, n tokens that a window scores, V vocabulary, k most likely tokens.
+Axes: B windows, T tokens that the model reads, n tokens that a window scores, V vocabulary, k most
+likely tokens.
 """
 import logging
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,8 @@ from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Piece, SamplingParams, Score, ScoringParams
 
 logger = logging.getLogger(__name__)
-MAX_BATCH_TOKENS = 2048 # of the windows that are computed at once: with GPT-2's vocabulary, a gigabyte of logits
+# The tokens of the windows that are computed at once: with GPT-2's vocabulary, a gigabyte of logits.
+MAX_BATCH_TOKENS = 2048
 
 
 class Window(NamedTuple):
@@ -32,8 +34,9 @@ class Window(NamedTuple):
 
 def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score], params: ScoringParams,
                 batch_size: int | None = None) -> Iterator[tuple[Score, list[Piece]]]:
-    """Score the texts that are not saved already. Yields them in order, each after each of its windows, with its new
-    pieces. batch_size: of windows, at most. Raises ValueError if logits were NaN or infinite.
+    """Score the texts that are not saved already. Yields them in order, each after each of its
+    windows, with its new pieces. batch_size: of windows, at most. Raises ValueError if logits were
+    NaN or infinite.
     """
     new = (score for score in scores if not score.already_saved)
     most = batch_size or backend.max_rows
@@ -54,7 +57,9 @@ def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
 
 
 def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> Detokenizer:
-    """What makes the tokens of a text, at most max_tokens. It has the first one already, which is not scored."""
+    """What makes the tokens of a text, at most max_tokens. It has the first one already, which is
+    not scored.
+    """
     score.num_bytes = tokenizer.num_bytes(score.ids) - tokenizer.num_bytes(score.ids[:1])
     if 0 < max_tokens < len(score.ids):
         logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first {max_tokens} are saved or "
@@ -67,8 +72,8 @@ def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> De
 
 
 def windows(scores: Iterable[Score], block_size: int) -> Iterator[Window]:
-    """The windows of each text. They advance by half a window, so that at least block_size / 2 tokens come before each
-    token that is scored, if there are so many.
+    """The windows of each text. They advance by half a window, so that at least block_size / 2
+    tokens come before each token that is scored, if there are so many.
     """
     half = max(1, block_size // 2)
     for score in scores:
@@ -86,16 +91,19 @@ def batches(all_windows: Iterator[Window], most: int) -> Iterator[list[Window]]:
 
 
 def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[tuple[list, list, list]]:
-    """For each window: the log-probabilities of the n tokens that it scores, and those and the ids of the k = num_top
-    most likely tokens in their places.
+    """For each window: the log-probabilities of the n tokens that it scores, and those and the ids
+    of the k = num_top most likely tokens in their places.
     """
     # Shorter windows are padded at their ends: no token sees what follows it.
-    ids = pad_sequence([torch.tensor(window.ids) for window in batch], batch_first=True).to(backend.device) # (B, T)
+    # (B, T)
+    ids = pad_sequence([torch.tensor(window.ids) for window in batch], batch_first=True).to(backend.device)
     skipped = min(window.num_done for window in batch) # of these positions, no logits are needed
-    logits = backend.text_logits(ids, ids.size(1) - skipped).unflatten(0, (len(batch), -1)) # (B, T - skipped, V)
+    # (B, T - skipped, V)
+    logits = backend.text_logits(ids, ids.size(1) - skipped).unflatten(0, (len(batch), -1))
     results = []
     for window, rows in zip(batch, logits, strict=True):
-        next_ids = torch.tensor(window.next_ids[window.num_done:], dtype=torch.long, device=ids.device) # (n,)
+        # (n,)
+        next_ids = torch.tensor(window.next_ids[window.num_done:], dtype=torch.long, device=ids.device)
         first = window.num_done - skipped
         logprobs = rows[first:first + len(next_ids)].float().log_softmax(dim=-1) # (n, V)
         of_tokens = logprobs.gather(1, next_ids[:, None])[:, 0]

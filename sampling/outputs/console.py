@@ -13,14 +13,16 @@ from typing import Any, NoReturn, TextIO
 from sampling import process
 from sampling.process import is_out_of_memory, rank
 
-# Symbols for control characters, except tab and newline, and for characters that change the direction of text. A
-# terminal would interpret the characters.
+# Symbols for control characters, except tab and newline, and for characters that change the
+# direction of text. A terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys([*range(0x80, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)], "\ufffd")}
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the messages of the package on the standard error of the moment, if the process has one."""
+    """Shows the messages of the package on the standard error of the moment, if the process has
+    one.
+    """
     rank = 0 # see setup_console
     bar = None # the progress bar, a tqdm: messages are shown above it
 
@@ -34,15 +36,18 @@ class ConsoleHandler(logging.Handler):
 
 logger = logging.getLogger(__name__)
 _console = ConsoleHandler() # the only one of this process
-before_exit: list[Callable[[int], None]] = [] # called with the exit status, also after an error, Ctrl-C or SIGTERM
+# Called with the exit status, also after an error, Ctrl-C or SIGTERM.
+before_exit: list[Callable[[int], None]] = []
 
 
 def setup_console(owns_process: bool = True) -> None:
-    """Set up messages, which standard error then shows, Ctrl-C and SIGTERM, which then end the script at once, and
-    standard output, which then never fails on characters: a terminal shows "?", files and pipes get UTF-8.
+    """Set up messages, which standard error then shows, Ctrl-C and SIGTERM, which then end the
+    script at once, and standard output, which then never fails on characters: a terminal shows "?",
+    files and pipes get UTF-8.
 
-    Ranks other than 0 show only errors. owns_process: no other code runs in this process, so the end of the run may
-    call os._exit. Otherwise, as in a notebook, Ctrl-C and exits raise exceptions.
+    Ranks other than 0 show only errors. owns_process: no other code runs in this process, so the
+    end of the run may call os._exit. Otherwise, as in a notebook, Ctrl-C and exits raise
+    exceptions.
     """
     package = logging.getLogger("sampling")
     package.addHandler(_console) # once, however often this is called
@@ -53,19 +58,24 @@ def setup_console(owns_process: bool = True) -> None:
     _console.bar = None
     before_exit.clear() # of a run that ended in an internal error
     for number in process.END_SIGNALS if owns_process else ():
-        # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch while it is imported.
+        # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch
+        # while it is imported.
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, end_by_signal)
-    if isinstance(sys.stdout, io.TextIOWrapper): # a notebook has another stream, which takes all characters
-        encoding = None if is_tty(sys.stdout) else "utf-8" # in which only lone surrogates are replaced
+    # A notebook has another stream, which takes all characters.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # In UTF-8, only lone surrogates are replaced.
+        encoding = None if is_tty(sys.stdout) else "utf-8"
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
-        with suppress(AttributeError, OSError): # a parent may have made it non-blocking: then a full pipe loses text
+        # A parent may have made it non-blocking: then a full pipe loses text.
+        with suppress(AttributeError, OSError):
             os.set_blocking(sys.stdout.fileno(), True)
 
 
 def start_progress_bar(shows_text: bool = True) -> Any:
-    """Return a tqdm of tokens, if standard error is a terminal and standard output none that text appears on; otherwise
-    None. shows_text: whether parts of a line are printed. Whole lines do not disturb the bar.
+    """Return a tqdm of tokens, if standard error is a terminal and standard output none that text
+    appears on; otherwise None. shows_text: whether parts of a line are printed. Whole lines do not
+    disturb the bar.
     """
     if (shows_text and is_tty(sys.stdout)) or not is_tty(sys.stderr):
         return None
@@ -82,8 +92,8 @@ def clear_bar() -> None:
 
 @contextmanager
 def report_user_errors(status: int = 1) -> Iterator[None]:
-    """End the script with one line, of limited length, for every error that a user can cause. status: the exit status
-    for ValueError and OSError; other errors of the user give 1.
+    """End the script with one line, of limited length, for every error that a user can cause.
+    status: the exit status for ValueError and OSError; other errors of the user give 1.
     """
     try:
         yield
@@ -112,7 +122,9 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
 
 
 def hard_exit(status: int = 0) -> NoReturn:
-    """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit if owns_process is False."""
+    """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit if owns_process
+    is False.
+    """
     if status == 130 and not _console.rank:
         end_line()
     try:
@@ -120,7 +132,8 @@ def hard_exit(status: int = 0) -> NoReturn:
     except (OSError, ValueError) as error:
         logger.error(error)
     if not process.owns_process:
-        traceback.clear_frames(sys.exc_info()[2]) # closes the run's files: a notebook keeps its latest traceback
+        # Closes the run's files: a notebook keeps its latest traceback.
+        traceback.clear_frames(sys.exc_info()[2])
         sys.exit(status)
     os._exit(status)
 

@@ -1,14 +1,17 @@
-"""Makes the page of samples from lines of JSON. It shows how likely each token was, and which others were likely.
+"""Makes the page of samples from lines of JSON. It shows how likely each token was, and which
+others were likely.
 
     python sampling/outputs/html.py samples.jsonl [more.jsonl ...] page.html (once installed: nanogpt-compare ...)
 
-Samples of the same prompt and index stand side by side if they are from several runs: other settings, or another
-checkpoint. The template page.html has three parts: the beginning, one sample, the end.
+Samples of the same prompt and index stand side by side if they are from several runs: other
+settings, or another checkpoint. The template page.html has three parts: the beginning, one sample,
+the end.
 """
 import os
 import sys
 
-if not __package__: # it runs as a file: this folder has a html.py, which is not the standard library's
+# It runs as a file: this folder has a html.py, which is not the standard library's.
+if not __package__:
     sys.path[0] = os.path.realpath(f"{__file__}/../../..")
 import base64
 import hashlib
@@ -28,14 +31,18 @@ from sampling.outputs.jsonl import PAGE, SCORE_FIELDS, read_records
 from sampling.outputs.printer import summary
 from sampling.params import Prompt, Score
 
-logger = logging.getLogger("sampling.outputs.html") # not __name__: this file is also run as a script
+# Not __name__: this file is also run as a script.
+logger = logging.getLogger("sampling.outputs.html")
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
-Rows = dict[tuple[str, int], dict[int, tuple[str, int]]] # prompt, index -> number of a run -> file, position in it
+# Prompt, index -> number of a run -> file, position in it.
+Rows = dict[tuple[str, int], dict[int, tuple[str, int]]]
 
 
 def find_samples(files: list[str]) -> tuple[Rows, list[dict[str, Any]]]:
-    """Find the samples in some files. Returns where they are, and what the page shows about each run."""
+    """Find the samples in some files. Returns where they are, and what the page shows about each
+    run.
+    """
     rows: Rows = {}
     names = dict(zip(files, short_names(list(map(os.path.abspath, files))), strict=True))
     runs: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -94,7 +101,9 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
 
 
 def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: list[str]) -> str:
-    """HTML for the samples of one prompt and index: one article, or if there are several runs, one for each label."""
+    """HTML for the samples of one prompt and index: one article, or if there are several runs, one
+    for each label.
+    """
     records = {}
     for run, (path, start) in sorted(places.items()):
         with open(path, "rb") as file:
@@ -107,7 +116,8 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
     id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
     title = f"{'Text' if is_score else 'Sample'} {index}"
     heading = escape(title if prompt_id is None else f"{title}, id {id_text}")
-    prompt = "" if is_score else f"<b>{escape(record['prompt'])}</b>" # a text that is scored contains it
+    # A text that is scored contains it.
+    prompt = "" if is_score else f"<b>{escape(record['prompt'])}</b>"
     if len(labels) == 1:
         return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=title.lower(),
                     **article_values(record))
@@ -125,7 +135,9 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
 
 
 def article_values(record: Mapping[str, Any]) -> dict[str, str]:
-    """The values in an article that come from a record. Raises ValueError if a field is missing or of another type."""
+    """The values in an article that come from a record. Raises ValueError if a field is missing or
+    of another type.
+    """
     try:
         tokens = record.get("logprobs", {"content": []})["content"]
         if "score" in record["settings"]:
@@ -145,14 +157,16 @@ def article_values(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def token_data(tokens: list[Mapping[str, Any]]) -> str:
-    """JSON for the page's script: [length, surprisal, text, surprisal, text, surprisal ...] for each token.
+    """JSON for the page's script: [length, surprisal, text, surprisal, text, surprisal ...] for
+    each token.
 
-    The first surprisal is that of the token, the others are those of the most likely tokens. A token that ends
-    inside a character has length 0; the token that completes it has all of it.
+    The first surprisal is that of the token, the others are those of the most likely tokens. A
+    token that ends inside a character has length 0; the token that completes it has all of it.
     """
     data = []
     for token in tokens:
-        length = len(token["token"].encode("utf-16-le", "surrogatepass")) // 2 # as JavaScript counts
+        # As JavaScript counts.
+        length = len(token["token"].encode("utf-16-le", "surrogatepass")) // 2
         entry = [length, surprisal(token.get("logprob"))]
         for top in token.get("top_logprobs", [])[:NUM_ALTERNATIVES]:
             entry += [clean(top["token"]), surprisal(top["logprob"])]
@@ -166,7 +180,9 @@ def fill(template: str, **values: str) -> str:
 
 
 def short_names(paths: Sequence[str | None]) -> list[str]:
-    """Names for the paths of files or models: the last parts of each, as few as tell them apart, without ckpt.pt."""
+    """Names for the paths of files or models: the last parts of each, as few as tell them apart,
+    without ckpt.pt.
+    """
     parts = [[part for part in Path(str(path or "")).parts if part not in ("/", "..", "ckpt.pt")] for path in paths]
     for count in range(1, 2 + max(map(len, parts), default=0)):
         names = ["/".join(last[-count:]) or "a model" for last in parts]
@@ -185,8 +201,11 @@ def escape(text: str) -> str:
 
 
 def surprisal(logprob: float | None) -> int | None:
-    """The negated log-probability in whole thousandths, which is short and keeps three digits of the probability."""
-    return None if logprob is None else round(min(99999, -1000 * logprob)) # min in this order also handles NaN
+    """The negated log-probability in whole thousandths, which is short and keeps three digits of
+    the probability.
+    """
+    # min in this order also handles NaN.
+    return None if logprob is None else round(min(99999, -1000 * logprob))
 
 
 @report_user_errors()

@@ -17,9 +17,11 @@ from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
 logger = logging.getLogger(__name__)
 VERSION = 5 # of the fields of a line
 SAMPLE_FIELDS = "text", "num_tokens", "finish_reason", "cumulative_logprob"
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} # not None, so that the lines of several runs are one table
+# Not None, so that the lines of several runs are one table.
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
-SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
+# Some readers take them for the end of a line.
+SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"}
 
 # How the files begin that sample.py writes.
 LINE_START = b'{"version": %d, "index": ' % VERSION # a line of this version
@@ -29,9 +31,12 @@ PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py"
 
 @dataclass
 class Run:
-    """What decides the samples of a model. Turns them into lines, and recognises the lines of the same run."""
+    """What decides the samples of a model. Turns them into lines, and recognises the lines of the
+    same run.
+    """
     checkpoint_id: dict[str, Any] # "path", "crc32", "iter_num" and "val_loss"
-    settings: dict[str, Any] # with logprobs, only if lines have them: then all lines of a file have the same fields
+    # With logprobs, only if lines have them: then all lines of a file have the same fields.
+    settings: dict[str, Any]
 
     def line(self, sample: Sample) -> bytes:
         fields = SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS
@@ -49,7 +54,9 @@ class Run:
         return text.translate(SEPARATORS).encode("utf-8", errors="backslashreplace") + b"\n"
 
     def check(self, record: Mapping[str, Any], sample: Sample, where: str) -> None:
-        """Raise ValueError, with where and the difference, unless this is the record of this sample of this run."""
+        """Raise ValueError, with where and the difference, unless this is the record of this sample
+        of this run.
+        """
         first = self.first_fields(sample)
         checksum = "the checkpoint's checksum"
         saved = {name: value for name, value in record.items() if name in first or name not in RESULT_FIELDS}
@@ -61,15 +68,16 @@ class Run:
         of_prompt = {}
         if not isinstance(sample, Score):
             of_prompt["prompt_index"], of_prompt["sample_index"] = divmod(
-                sample.index, self.settings.get("num_samples", sys.maxsize)) # of one prompt, there may be more later
+                # Of one prompt, there may be more later.
+                sample.index, self.settings.get("num_samples", sys.maxsize))
         prompt_id = {} if prompt.id is None else {"id": prompt.id}
         return {"version": VERSION, "index": sample.index, **of_prompt, "prompt": prompt.text, **prompt_id,
                 **prompt.other_fields}
 
 
 class LinesFile:
-    """A file of lines, locked for this run. Unless is_ours (they are known to be of this run), the first write replaces
-    them.
+    """A file of lines, locked for this run. Unless is_ours (they are known to be of this run), the
+    first write replaces them.
     """
 
     def __init__(self, path: str):
@@ -86,13 +94,16 @@ class LinesFile:
         return os.path.getsize(self.path)
 
     def require_place(self) -> None:
-        """Raises ValueError if another program has moved, deleted or replaced the file. A copy of it is made first."""
+        """Raises ValueError if another program has moved, deleted or replaced the file. A copy of
+        it is made first.
+        """
         if is_at(self.path, self.file):
             return
         path = self.path
         self.path = f"{path}.{os.getpid()}"
         with name_write_errors(self.path):
-            shutil.copyfile(f"/proc/self/fd/{self.file.fileno()}", self.path) # also of a file without a name
+            # This also works for a file without a name.
+            shutil.copyfile(f"/proc/self/fd/{self.file.fileno()}", self.path)
             self.file = open(self.path, "ab") # noqa: SIM115, as in open_output
         raise ValueError(f"{path} was moved, deleted or replaced while this run wrote to it: its samples, if any, are "
                          f"in {self.path}; rename that to {path}, and the same command goes on after them")
@@ -101,8 +112,8 @@ class LinesFile:
         os.unlink(os.path.realpath(self.path)) # a link stays
 
     def mark_saved(self, samples: Iterator[Sample], run: Run, watch: bool) -> Iterator[Sample]:
-        """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models. Raises
-        ValueError, without changing the file, if it is from another run.
+        """Yield the samples. Those in the file are marked as already saved. watch: it may hold
+        several models. Raises ValueError, without changing the file, if it is from another run.
         """
         num_saved = 0
         end = 0
@@ -111,7 +122,8 @@ class LinesFile:
         for where, start, line, record in read_records(self.path):
             end = start + len(line)
             lacks_newline = not line.endswith(b"\n")
-            if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]: # of another model
+            # The line is of another model.
+            if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]:
                 check_equal(record["settings"], run.settings, where)
             elif sample := next(samples, None):
                 run.check(record, sample, where)
@@ -156,7 +168,9 @@ class LinesFile:
 
 
 def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError, with where and the first difference, unless the saved values are the wanted ones."""
+    """Raise ValueError, with where and the first difference, unless the saved values are the wanted
+    ones.
+    """
     for name in dict.fromkeys([*wanted, *saved]):
         if saved.get(name) != wanted.get(name):
             raise ValueError(f"{where}, is from another run: {name} is {saved.get(name)!r:.100} there, and "
@@ -165,19 +179,24 @@ def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str)
 
 
 def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
-    """The settings that decide the text of a sample, and what is saved. Values with the same meaning become equal."""
+    """The settings that decide the text of a sample, and what is saved. Values with the same
+    meaning become equal.
+    """
     names = [] if settings["score"] else [name for name in SAMPLING_SETTINGS if name != "draft"]
     if names and parse_start(settings["start"])[0] not in MULTI_KINDS:
         names.remove("num_samples") # a longer run of one prompt may continue the file
     kept = {name: OFF.get(name) if settings[name] is None else settings[name] for name in [*names, "compile"]}
     kept |= {name: settings[name] for name in ("tokenizer", "score") if settings[name]}
     if names:
-        kept["stop"] = json.dumps(as_list(kept["stop"])) # not a list, which would have no type if it is empty
+        # Not a list, which would have no type if it is empty.
+        kept["stop"] = json.dumps(as_list(kept["stop"]))
     return filled({**kept, "device": device_type, "dtype": dtype_name, "logprobs": settings["logprobs"]})
 
 
 def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a value: None and an empty list are of another type than the field in other lines."""
+    """The fields that have a value: None and an empty list are of another type than the field in
+    other lines.
+    """
     return {name: value for name, value in fields.items() if value not in (None, [])}
 
 
@@ -191,15 +210,18 @@ def round_logprob(logprob: float | None) -> float | None:
 
 
 def round_sum(sample: Sample) -> float | None:
-    """The sum of the log-probabilities: of a short text with more decimals, as the mean is printed with four."""
+    """The sum of the log-probabilities: of a short text with more decimals, as the mean is printed
+    with four.
+    """
     if isinstance(sample, Score):
         return round(sample.cumulative_logprob, max(3, 6 - len(str(sample.num_tokens)))) + 0.0
     return round_logprob(sample.cumulative_logprob)
 
 
 def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
-    """Yield the place of each line for messages, its position, the line and its record, but no truncated last line.
-    Raises ValueError if sample.py did not write a line, or if another version did.
+    """Yield the place of each line for messages, its position, the line and its record, but no
+    truncated last line. Raises ValueError if sample.py did not write a line, or if another version
+    did.
     """
     types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
     start = 0
@@ -212,7 +234,8 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
             where = f"{path}, line {number}"
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
-            is_cut = LINE_START.startswith(line[:len(LINE_START)]) or not line.strip(b"\0") # or zeros, after a crash
+            # Or zeros, after a crash.
+            is_cut = LINE_START.startswith(line[:len(LINE_START)]) or not line.strip(b"\0")
             if record is None and not line.endswith(b"\n") and is_cut:
                 logger.info(f"{where} is truncated, so it is left out")
                 return
@@ -229,8 +252,9 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
 # ---- files
 
 def open_output(path: str | os.PathLike) -> BinaryIO:
-    """Open a file for reading and appending, and lock it for this run. Its content stays. Raises ValueError or OSError,
-    which names it, if it cannot be used, if another run has locked it, or if sample.py has not written it.
+    """Open a file for reading and appending, and lock it for this run. Its content stays. Raises
+    ValueError or OSError, which names it, if it cannot be used, if another run has locked it, or if
+    sample.py has not written it.
     """
     with suppress(OSError): # there is no such file, or standard output is closed
         if os.path.samestat(os.stat(path), os.fstat(1)):

@@ -1,4 +1,6 @@
-"""What becomes of the samples of a run: lines in out_file, a page that is made from them, and what the user sees."""
+"""What becomes of the samples of a run: lines in out_file, a page that is made from them, and what
+the user sees.
+"""
 import logging
 import os
 import sys
@@ -19,15 +21,17 @@ if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
-MAX_SCORED_TOKENS = 100_000 # that are saved or shown of a text: with their alternatives, ten megabytes or more
+# The tokens that are saved or shown of a text: with their alternatives, ten megabytes or more.
+MAX_SCORED_TOKENS = 100_000
 
 
 class OutputFiles:
     """out_file and html_file of a run, which other models may follow with watch.
 
-    The lines are in out_file, or on standard output. If there is only an html_file, they are in PAGE.jsonl until the
-    run is over. Lines that the file already holds stay. With overwrite, the first write removes them: a run that fails
-    earlier changes no file. Raises ValueError or OSError, which names the file, if one of them cannot be used.
+    The lines are in out_file, or on standard output. If there is only an html_file, they are in
+    PAGE.jsonl until the run is over. Lines that the file already holds stay. With overwrite, the
+    first write removes them: a run that fails earlier changes no file. Raises ValueError or
+    OSError, which names the file, if one of them cannot be used.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
@@ -64,8 +68,9 @@ class OutputFiles:
             self.page_end = end
 
     def close(self, status: int) -> None:
-        """Write the page of a run that ends early. After Ctrl-C or SIGTERM, say how the run goes on. Remove the lines
-        that were only for the page of a run that is complete, and a file that this run has created and left empty.
+        """Write the page of a run that ends early. After Ctrl-C or SIGTERM, say how the run goes
+        on. Remove the lines that were only for the page of a run that is complete, and a file that
+        this run has created and left empty.
         """
         self.write_page()
         lines = self.lines
@@ -83,7 +88,9 @@ class OutputFiles:
 
 
 class Outputs:
-    """Saves the samples of a model, and shows them. num_total: how many there will be; None if unknown."""
+    """Saves the samples of a model, and shows them. num_total: how many there will be; None if
+    unknown.
+    """
 
     def __init__(self, files: OutputFiles, gpt: "TextGenerator", num_total: int | None):
         settings = files.settings
@@ -95,14 +102,18 @@ class Outputs:
         self.files = files
         self.device = gpt.backend.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
-        if settings["watch"] and self.printer.streams and not files.uses_stdout: # a file gets only samples
-            self.printer.write(f"{checkpoint.describe()}\n{RULE}\n") # the samples of the next checkpoint follow
+        # A file gets only samples.
+        if settings["watch"] and self.printer.streams and not files.uses_stdout:
+            # The samples of the next checkpoint follow.
+            self.printer.write(f"{checkpoint.describe()}\n{RULE}\n")
         is_score = settings["score"]
         self.progress = Progress(num_total, None if is_score else settings["max_new_tokens"],
                                  shows_text=not is_score or settings["show_probs"])
 
     def resume(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Yield the samples for the model to generate. Those that the file already holds are marked as saved."""
+        """Yield the samples for the model to generate. Those that the file already holds are marked
+        as saved.
+        """
         lines = self.files.lines
         settings = self.files.settings
         if lines and (lines.is_ours or not settings["overwrite"]):
@@ -113,7 +124,9 @@ class Outputs:
             yield sample
 
     def update(self, sample: Sample, pieces: list[Piece]) -> None:
-        """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not show it again."""
+        """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not
+        show it again.
+        """
         uses_stdout = self.files.uses_stdout
         lines = self.files.lines
         if sample.finish_reason is not None:
@@ -127,7 +140,9 @@ class Outputs:
             self.printer.update(sample, pieces)
 
     def finish(self) -> None:
-        """Write the page, and say how many samples the model has generated, or what the sums of all scores are."""
+        """Write the page, and say how many samples the model has generated, or what the sums of all
+        scores are.
+        """
         self.files.write_page()
         if not self.files.uses_stdout:
             self.printer.print_total()
@@ -140,7 +155,9 @@ def saved_logprobs(settings: Mapping[str, Any]) -> int | None:
 
 
 def choose_params(settings: Mapping[str, Any]) -> SamplingParams | ScoringParams:
-    """What to do with the prompts, with the log-probabilities that out_file, the page or the terminal needs."""
+    """What to do with the prompts, with the log-probabilities that out_file, the page or the
+    terminal needs.
+    """
     num_logprobs = saved_logprobs(settings)
     if settings["score"]:
         needs_tokens = num_logprobs is not None or settings["show_probs"]

@@ -1,5 +1,5 @@
-"""Shows a run: prints its samples on standard output, as nanoGPT does, or a line for each text that it scores, and its
-progress on standard error.
+"""Shows a run: prints its samples on standard output, as nanoGPT does, or a line for each text that
+it scores, and its progress on standard error.
 """
 import json
 import logging
@@ -45,8 +45,9 @@ class Printer:
         self.reset_total()
 
     def update(self, sample: Sample, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
-        """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when it is finished. Of a
-        text that is scored, print its pieces only with their probabilities, and then its score.
+        """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when
+        it is finished. Of a text that is scored, print its pieces only with their probabilities,
+        and then its score.
         """
         if sample is not self.sample:
             self.sample = sample
@@ -117,10 +118,12 @@ def colorize(text: str, logprob: float) -> str:
 
 
 class Progress:
-    """Counts samples and tokens. Shows a bar, or if standard error is no terminal, as with nohup, a line now and then.
+    """Counts samples and tokens. Shows a bar, or if standard error is no terminal, as with nohup, a
+    line now and then.
 
-    total_samples: how many samples the run has; None if unknown. Those that are already saved do not count.
-    max_new_tokens: of each sample; None if texts are scored. shows_text: whether text is printed as it comes.
+    total_samples: how many samples the run has; None if unknown. Those that are already saved do
+    not count. max_new_tokens: of each sample; None if texts are scored. shows_text: whether text is
+    printed as it comes.
     """
 
     def __init__(self, total_samples: int | None, max_new_tokens: int | None, shows_text: bool = True):
@@ -152,7 +155,8 @@ class Progress:
         now = time.perf_counter()
         is_due = now >= self.next_time
         if is_due or (self.bar is not None and sample.finish_reason):
-            # A finished sample is printed now. In a pipe to tee, it may take a moment to appear: no bar until then.
+            # A finished sample is printed now. In a pipe to tee, it may take a moment to appear: no
+            # bar until then.
             self.next_time = now + self.interval
         if not is_due:
             return
@@ -160,7 +164,8 @@ class Progress:
         if self.bar is not None:
             self.bar.total = self.expect_tokens()
             self.bar.set_postfix_str(plural(self.num_samples, self.noun), refresh=False)
-            self.bar.update(num_tokens - self.bar.n) # less than 0 after a batch that ran out of memory
+            # Less than 0 after a batch that ran out of memory.
+            self.bar.update(num_tokens - self.bar.n)
         elif not is_tty(sys.stderr):
             self.log_speed(f"{plural(self.num_samples, self.noun)} so far" if self.total_samples is None
                            else f"{self.num_samples} of {plural(self.total_samples, self.noun)}", num_tokens)
@@ -176,7 +181,9 @@ class Progress:
         return self.num_tokens + sum(len(score.ids) - 1 for score in self.unfinished) if is_known else None
 
     def close(self, peak_memory: int | None) -> None:
-        """Remove the bar, and log a summary of the run if it generated samples. peak_memory is in bytes."""
+        """Remove the bar, and log a summary of the run if it generated samples. peak_memory is in
+        bytes.
+        """
         if self.bar is not None:
             self.bar.close()
         if self.num_samples: # otherwise, out_file was already complete

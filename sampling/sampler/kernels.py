@@ -1,4 +1,5 @@
-"""Random numbers and the choice of tokens on a CPU: plain loops, compiled by numba, with a thread for each row.
+"""Random numbers and the choice of tokens on a CPU: plain loops, compiled by numba, with a thread
+for each row.
 
 Axes: B rows, V vocabulary entries, K candidates.
 """
@@ -27,8 +28,8 @@ def mix(word: np.uint32, next_word: np.uint32) -> np.uint32:
 
 @inner
 def twist(words: Array) -> None:
-    """Replace a block of MT19937 by the next one. No loop reads what it has written less than 227 words before, so
-    LLVM vectorises them.
+    """Replace a block of MT19937 by the next one. No loop reads what it has written less than 227
+    words before, so LLVM vectorises them.
     """
     for i in range(227):
         words[i] = words[i + 397] ^ mix(words[i], words[i + 1])
@@ -49,8 +50,8 @@ def temper(word: np.uint32) -> np.uint32:
 
 @inner
 def draw_row(words: Array, place: int, numbers: Array) -> int:
-    """Fill numbers (V,) with 64 random bits each. words: a block, of which place words are used. Returns the place
-    after them, in a block that has replaced the first one.
+    """Fill numbers (V,) with 64 random bits each. words: a block, of which place words are used.
+    Returns the place after them, in a block that has replaced the first one.
     """
     halves = np.empty(2 * len(numbers), np.uint32)
     num_done = 0
@@ -73,9 +74,11 @@ def draw_row(words: Array, place: int, numbers: Array) -> int:
 
 @jit.parallel
 def draw(words: Array, places: Array, is_drawn: Array, numbers: Array) -> None:
-    """Fill the rows of numbers (B, V) that are drawn with 64 random bits for each, as torch's random_ does.
+    """Fill the rows of numbers (B, V) that are drawn with 64 random bits for each, as torch's
+    random_ does.
 
-    words (B, 624), places (B,): the state of a generator for each row, which advances. is_drawn: (B,).
+    words (B, 624), places (B,): the state of a generator for each row, which advances. is_drawn:
+    (B,).
     """
     for r in prange(len(numbers)):
         if is_drawn[r]:
@@ -84,10 +87,13 @@ def draw(words: Array, places: Array, is_drawn: Array, numbers: Array) -> None:
 
 @inner
 def find_candidates(logits: Array, k: int) -> Array:
-    """The ids of the k largest logits (V,) and of all that equal the k-th of them, in ascending order."""
+    """The ids of the k largest logits (V,) and of all that equal the k-th of them, in ascending
+    order.
+    """
     bound = MINUS_INFINITY
     if k < NUM_COLUMNS < len(logits):
-        # The largest logits of k columns are k logits, so the k-th largest of all reaches the least of these.
+        # The largest logits of k columns are k logits, so the k-th largest of all reaches the least
+        # of these.
         tops = np.full(NUM_COLUMNS, bound)
         for start in range(0, len(logits), NUM_COLUMNS):
             row = logits[start:start + NUM_COLUMNS]
@@ -117,8 +123,8 @@ def find_candidates(logits: Array, k: int) -> Array:
 
 @inner
 def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.float32]:
-    """The id with the largest score: probability / -log(1 - u), where 53 of the 64 random bits are u. And how far it is
-    ahead of the next score: the difference of their logarithms.
+    """The id with the largest score: probability / -log(1 - u), where 53 of the 64 random bits are
+    u. And how far it is ahead of the next score: the difference of their logarithms.
     """
     ids = find_candidates(logits, k)
     largest = MINUS_INFINITY
@@ -129,7 +135,8 @@ def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.floa
     for i in ids:
         probability = np.exp(logits[i] - largest) # times a constant, which changes no order
         u = np.float64(numbers[i] & np.int64(2**53 - 1)) * 2.0**-53
-        # -log(1 - u) is at least u, so without a logarithm, which takes longest, most scores are known to be too small.
+        # -log(1 - u) is at least u, so without a logarithm, which takes longest, most scores are
+        # known to be too small.
         if probability < second * u * 0.999999:
             continue
         score = probability / np.float32(-np.log1p(-u))
@@ -144,7 +151,9 @@ def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.floa
 
 @jit.parallel
 def choose(logits: Array, temperature: np.float32, k: int, numbers: Array, ids: Array, leads: Array) -> None:
-    """Choose an id for each row of logits (B, V) with the numbers (B, V) of draw. Sets ids and leads, (B,) each."""
+    """Choose an id for each row of logits (B, V) with the numbers (B, V) of draw. Sets ids and
+    leads, (B,) each.
+    """
     for r in prange(len(logits)):
         ids[r], leads[r] = choose_from_row(logits[r] / temperature, k, numbers[r])
 
@@ -178,7 +187,9 @@ class KernelStreams(RowStreams):
 
 
 def choose_ids(logits: Tensor, temperature: float, top_k: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids (B, 1) for logits and noise (B, V), and how far the score of each is ahead (B,): see choose_from_row."""
+    """The ids (B, 1) for logits and noise (B, V), and how far the score of each is ahead (B,): see
+    choose_from_row.
+    """
     ids = torch.empty(len(logits), 1, dtype=torch.int64)
     leads = torch.empty(len(logits), dtype=torch.float32)
     work = WORK_PER_LOGIT * logits.numel()

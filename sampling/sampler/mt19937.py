@@ -1,19 +1,21 @@
 """Advance torch's CPU generator past many random numbers without drawing them.
 
-The generator is MT19937, the Mersenne Twister (Matsumoto and Nishimura, 1998): an endless sequence of 32-bit words, in
-which the last 624 words determine the next one. Each random number is one word after tempering. A walk computes every
-word on the way, which takes 2 to 4 ns for each.
+The generator is MT19937, the Mersenne Twister (Matsumoto and Nishimura, 1998): an endless sequence
+of 32-bit words, in which the last 624 words determine the next one. Each random number is one word
+after tempering. A walk computes every word on the way, which takes 2 to 4 ns for each.
 
-A jump computes the 624 words at the destination from words near the start. Each word is computed from earlier ones
-with shifts, masks and xor only, so the sequence is linear over GF(2), where addition is xor. Let x mean "one word
-further". Then the polynomial x**5 + x**2 means "the xor of the words 5 further and 2 further". One polynomial P, of
-degree 19937, gives 0 at every word of the sequence. So "n words further", x**n, is the same as the remainder
-x**n mod P, which has at most 19937 terms, all near the start:
+A jump computes the 624 words at the destination from words near the start. Each word is computed
+from earlier ones with shifts, masks and xor only, so the sequence is linear over GF(2), where
+addition is xor. Let x mean "one word further". Then the polynomial x**5 + x**2 means "the xor of
+the words 5 further and 2 further". One polynomial P, of degree 19937, gives 0 at every word of the
+sequence. So "n words further", x**n, is the same as the remainder x**n mod P, which has at most
+19937 terms, all near the start:
 
     words at the destination = xor of the words i further, over all terms x**i of x**n mod P
 
-The remainder takes log2(n) squarings (Haramoto et al., Efficient Jump Ahead for F2-Linear Random Number Generators,
-2008). A polynomial over GF(2) is an int: bit i is the coefficient of x**i, addition is ^, times x**k is << k.
+The remainder takes log2(n) squarings (Haramoto et al., Efficient Jump Ahead for F2-Linear Random
+Number Generators, 2008). A polynomial over GF(2) is an int: bit i is the coefficient of x**i,
+addition is ^, times x**k is << k.
 """
 from functools import cache
 
@@ -24,8 +26,9 @@ NUM_WORDS = 624 # that determine the next one
 DEGREE = 19937 # of P: 624 * 32 bits without the 31 that the recurrence ignores
 JUMP_THRESHOLD = 2**23 # a jump past this many random numbers, or more, is faster than a walk
 
-# Where the state of torch's CPU generator (CPUGeneratorImpl) has the current block of 624 words, in units of 32 bits.
-# Each word takes two of them. Other fields say which word of the block comes next, and how many are left, plus one.
+# Where the state of torch's CPU generator (CPUGeneratorImpl) has the current block of 624 words, in
+# units of 32 bits. Each word takes two of them. Other fields say which word of the block comes
+# next, and how many are left, plus one.
 WORDS = slice(6, 6 + 2 * NUM_WORDS, 2)
 LEFT = 2
 NEXT = 4
@@ -40,15 +43,19 @@ def advance_mt19937(generator: torch.Generator, count: int) -> None:
 
 
 def walk(generator: torch.Generator, count: int) -> None:
-    numbers = torch.empty(min(count, 2**16), dtype=torch.int32, device="cpu") # they stay in the processor's cache
+    # They stay in the processor's cache.
+    numbers = torch.empty(min(count, 2**16), dtype=torch.int32, device="cpu")
     for start in range(0, count, 2**16):
         numbers[:count - start].random_(generator=generator)
 
 
 def jump(generator: torch.Generator, num_blocks: int) -> None:
-    """Advance a generator by num_blocks (1 or more) of 624 words, to the same place in a later block."""
-    # The next block, and all words that the highest term can reach from it. The jump starts at the next block, because
-    # 31 bits of the current one may come from the seed and not from the recurrence.
+    """Advance a generator by num_blocks (1 or more) of 624 words, to the same place in a later
+    block.
+    """
+    # The next block, and all words that the highest term can reach from it. The jump starts at the
+    # next block, because 31 bits of the current one may come from the seed and not from the
+    # recurrence.
     blocks = []
     for _ in range(1 + DEGREE // NUM_WORDS + 1):
         walk(generator, NUM_WORDS)
@@ -67,7 +74,8 @@ def x_pow_mod(n: int) -> int:
     *low_exponents, _ = exponents(characteristic_polynomial())
     power = 1
     for bit in f"{n:b}": # square and multiply, from the highest bit of n down
-        # In a square over GF(2), each x**i becomes x**(2 * i): reading the binary digits in base 4 does this.
+        # In a square over GF(2), each x**i becomes x**(2 * i): reading the binary digits in base 4
+        # does this.
         power = int(f"{power:b}", 4) << (bit == "1")
         while power >> DEGREE: # P counts as 0, so x**DEGREE can be replaced by the lower terms of P
             high = power >> DEGREE

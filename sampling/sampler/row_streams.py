@@ -1,8 +1,9 @@
 """A random stream for each row of a batch.
 
-nanoGPT samples its texts one after another from one random stream: sample k starts k * max_new_tokens * V exponential
-numbers into it. RowStreams gives each row of a batch a generator of its own at this place. So a batch gets the same
-tokens as samples that are generated one after another.
+nanoGPT samples its texts one after another from one random stream: sample k starts k *
+max_new_tokens * V exponential numbers into it. RowStreams gives each row of a batch a generator of
+its own at this place. So a batch gets the same tokens as samples that are generated one after
+another.
 """
 from collections import deque
 from functools import cache
@@ -14,10 +15,11 @@ from sampling.sampler.mt19937 import advance_mt19937
 
 
 class RunStream:
-    """The random stream of a run, from the seed on. A CUDA device has its own; all other devices use the CPU's.
+    """The random stream of a run, from the seed on. A CUDA device has its own; all other devices
+    use the CPU's.
 
-    On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its model. Then each sample takes
-    draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
+    On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its model. Then each
+    sample takes draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
 
     row_type: the class of what for_rows returns; None: RowStreams.
     """
@@ -35,7 +37,8 @@ class RunStream:
         self.index = 0 # of the sample at whose start the generator is
 
     def generator_for_sample(self, index: int) -> torch.Generator:
-        """A generator at the start of sample number index. Increasing indices take the least time."""
+        """A generator at the start of sample number index. Increasing indices take the least time.
+        """
         if index < self.index: # the generator cannot go back, so it starts again
             self.generator = self.start.clone_state()
             self.index = 0
@@ -47,7 +50,8 @@ class RunStream:
             numbers.exponential_(generator=self.generator)
             self.generator.set_offset(start + num_draws * (self.generator.get_offset() - start))
         elif exponential_is_from_bits():
-            advance_mt19937(self.generator, 2 * num_draws * self.vocab_size) # 64 bits are two numbers of 32
+            # 64 bits are two numbers of 32.
+            advance_mt19937(self.generator, 2 * num_draws * self.vocab_size)
         else:
             for _ in range(num_draws):
                 numbers.exponential_(generator=self.generator)
@@ -71,7 +75,8 @@ class RowStreams:
         self.device = run.device
         is_bits = self.device.type == "cpu" and exponential_is_from_bits()
         dtype = torch.int64 if is_bits else torch.float32
-        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=run.generator.device) # (B, V)
+        # (B, V)
+        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=run.generator.device)
         self.ahead: deque[Tensor] = deque() # the numbers of the next steps that were peeked at
 
     def select_rows(self, rows: list[int]) -> None:
@@ -80,7 +85,8 @@ class RowStreams:
         self.numbers = self.numbers[:len(rows)]
 
     def next(self) -> Tensor:
-        """The numbers (B, V) of the next step: see exponentials. The next call may overwrite them."""
+        """The numbers (B, V) of the next step: see exponentials. The next call may overwrite them.
+        """
         return self.ahead.popleft() if self.ahead else self.draw_step()
 
     def peek(self, num_steps: int) -> Tensor:
@@ -102,13 +108,17 @@ class RowStreams:
 
 
 def draw(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    """Fill a tensor with exponential numbers if it is float32, or with 64 random bits for each if it is int64."""
+    """Fill a tensor with exponential numbers if it is float32, or with 64 random bits for each if
+    it is int64.
+    """
     is_bits = numbers.dtype == torch.int64
     return numbers.random_(-2**63, None, generator=generator) if is_bits else numbers.exponential_(generator=generator)
 
 
 def exponentials(noise: Tensor) -> Tensor:
-    """The exponential numbers of the noise that draw has made. exponential_ makes the same from 53 of each 64 bits."""
+    """The exponential numbers of the noise that draw has made. exponential_ makes the same from 53
+    of each 64 bits.
+    """
     if noise.dtype != torch.int64:
         return noise
     uniform = (noise & 2**53 - 1).double() * 2.0**-53

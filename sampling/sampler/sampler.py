@@ -1,8 +1,8 @@
 """Chooses the next tokens: logits and random numbers in, token ids out.
 
-torch.multinomial(probs, 1) computes argmax(probs / q), with one exponential random number q for each vocabulary entry,
-in the order of the ids. Sampler computes the same from numbers that its caller provides, so the random numbers of a
-sample do not depend on its batch.
+torch.multinomial(probs, 1) computes argmax(probs / q), with one exponential random number q for
+each vocabulary entry, in the order of the ids. Sampler computes the same from numbers that its
+caller provides, so the random numbers of a sample do not depend on its batch.
 
 Axes: B rows, V vocabulary entries, S tokens so far, K candidates.
 """
@@ -20,14 +20,16 @@ MAX_LOGIT = 1e9 # no model has larger ones
 
 
 class Sampler:
-    """Chooses tokens with fixed settings, which apply in this order, as in transformers: repetition_penalty;
-    temperature (0: always the most likely token); top_k with all ties (None or 0: every token); top_p; min_p.
+    """Chooses tokens with fixed settings, which apply in this order, as in transformers:
+    repetition_penalty; temperature (0: always the most likely token); top_k with all ties (None or
+    0: every token); top_p; min_p.
 
-    full_vocabulary: for top_k, mask all V logits, as nanoGPT does, without waiting for a GPU. Otherwise, continue with
-    the K largest if they have all ties with the k-th, which takes half of the time, and a twentieth with top_p.
-    in_logits_dtype: apply temperature and top_k in the dtype of the logits, as nanoGPT does under autocast; otherwise,
-    and in all other steps, compute in float32.
-    kernel: chooses instead of torch if only temperature and top_k are set: see choose_ids in kernels.py.
+    full_vocabulary: for top_k, mask all V logits, as nanoGPT does, without waiting for a GPU.
+    Otherwise, continue with the K largest if they have all ties with the k-th, which takes half of
+    the time, and a twentieth with top_p. in_logits_dtype: apply temperature and top_k in the dtype
+    of the logits, as nanoGPT does under autocast; otherwise, and in all other steps, compute in
+    float32. kernel: chooses instead of torch if only temperature and top_k are set: see choose_ids
+    in kernels.py.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
@@ -48,15 +50,16 @@ class Sampler:
     def __call__(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> Tensor:
         """Logits (B, V) and the ids (B, S) that the model saw -> the next ids (B, 1).
 
-        noise (B, V): see exponentials; None if is_greedy. The largest logit of each row must be finite.
+        noise (B, V): see exponentials; None if is_greedy. The largest logit of each row must be
+        finite.
         """
         if self.kernel:
             return self.kernel(logits, self.temperature, self.top_k, noise)[0]
         return self.pick(*self.scores(logits, ids, noise))
 
     def propose(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> tuple[Tensor, float]:
-        """The next id (1, 1) of a single row, and how far its score is ahead of the next one: the difference of their
-        logarithms.
+        """The next id (1, 1) of a single row, and how far its score is ahead of the next one: the
+        difference of their logarithms.
         """
         if self.kernel:
             token, lead = self.kernel(logits, self.temperature, self.top_k, noise)
@@ -67,7 +70,8 @@ class Sampler:
     def scores(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The scores (B, K) of the candidates, and their ids (B, K), or None for all V in order.
 
-        The best score wins. Without noise, a score is a logit; otherwise it is a probability divided by noise.
+        The best score wins. Without noise, a score is a logit; otherwise it is a probability
+        divided by noise.
         """
         logits = logits.to(self.dtype or logits.dtype)
         if self.penalty != 1: # of the tokens in the text (CTRL, Keskar et al., 2019)
@@ -80,10 +84,13 @@ class Sampler:
         candidates = None
         if self.top_k and self.top_k < logits.size(-1):
             K = self.top_k if self.full_vocabulary else min(self.top_k + ROOM_FOR_TIES, logits.size(-1))
-            largest, largest_ids = logits.topk(K, sorted=not self.full_vocabulary) # (B, K); sorting takes a GPU longer
-            kth = largest[:, :self.top_k].amin(dim=-1, keepdim=True) # ties with it stay, as in nanoGPT
+            # (B, K); sorting takes a GPU longer.
+            largest, largest_ids = logits.topk(K, sorted=not self.full_vocabulary)
+            # Ties with it stay, as in nanoGPT.
+            kth = largest[:, :self.top_k].amin(dim=-1, keepdim=True)
             if not self.full_vocabulary and not (largest[:, -1:] == kth).any():
-                candidates, order = largest_ids.sort() # mask_top_p removes equal logits in the order of their ids
+                # Mask_top_p removes equal logits in the order of their ids.
+                candidates, order = largest_ids.sort()
                 logits = largest.gather(1, order)
                 noise = noise.gather(1, candidates)
             logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -110,7 +117,9 @@ class Sampler:
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits (B, V) by a temperature above 0. nanoGPT fails if the largest logit of a row overflows."""
+    """Divide logits (B, V) by a temperature above 0. nanoGPT fails if the largest logit of a row
+    overflows.
+    """
     scaled = logits / temperature
     if temperature * torch.finfo(logits.dtype).max > MAX_LOGIT: # nothing overflows
         return scaled
@@ -120,9 +129,12 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def mask_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest logits (B, V) whose probabilities add up to top_p (nucleus sampling, Holtzman et al., 2019)."""
+    """Keep the fewest logits (B, V) whose probabilities add up to top_p (nucleus sampling, Holtzman
+    et al., 2019).
+    """
     ascending, order = logits.sort(dim=-1, stable=True)
-    dtype = torch.float64 if logits.is_cuda else None # in float32, CUDA adds up a single row in an order of its own
+    # In float32, CUDA adds up a single row in an order of its own.
+    dtype = torch.float64 if logits.is_cuda else None
     removed = ascending.softmax(dim=-1).cumsum(dim=-1, dtype=dtype) <= 1 - top_p
     removed[:, -1] = False # the most likely token always stays
     return logits.masked_fill(torch.empty_like(removed).scatter_(1, order, removed), -torch.inf)
