@@ -41,7 +41,8 @@ class Setting(NamedTuple):
     group: str = ""
 
 
-def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable = lambda values, flags: None,
+def override(scope: dict[str, Any], arguments: Iterable[str],
+             validate: Callable = lambda values, flags: None,
              aliases: Mapping[str, str] = {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by
     name.
@@ -141,7 +142,8 @@ def to_argument(name: str, setting: Setting) -> str:
     return f"--{name}={shlex.quote(text)}"
 
 
-def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: Mapping[str, str]) -> tuple[str, Any]:
+def parse_argument(arguments: list[str], settings: dict[str, Setting],
+                   aliases: Mapping[str, str]) -> tuple[str, Any]:
     """Pop --key=value, --key value or a bare --key (for True) from the front of arguments; return
     name and value.
     """
@@ -236,7 +238,8 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     return found, source
 
 
-def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting]) -> dict[str, Any]:
+def run_file(path: str, source: bytes, scope: dict[str, Any],
+             settings: dict[str, Setting]) -> dict[str, Any]:
     """Run a settings file and return the settings that it changes. The file can use the names in
     scope.
 
@@ -271,7 +274,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     return {name: coerce(f"{path}: {name}", value, settings[name].types, value) for name, value in changes.items()}
 
 
-def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {}, prefixes: bool = True) -> str:
+def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {},
+            prefixes: bool = True) -> str:
     """Return '; did you mean x?' for an alias, or a setting that starts with name (if prefixes) or
     is similar to it.
     """

@@ -45,8 +45,9 @@ def __getattr__(name: str) -> Any:
     return TextGenerator
 
 
-def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto", compile: bool = False,
-         cuda_graphs: bool = True, draft: bool = True, tokenizer: str | os.PathLike[str] | None = None,
+def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto",
+         compile: bool = False, cuda_graphs: bool = True, draft: bool = True,
+         tokenizer: str | os.PathLike[str] | None = None,
          model_file: str | os.PathLike[str] | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 

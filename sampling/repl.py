@@ -19,7 +19,14 @@ from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, choose_seed, warn_about_stops
+from sampling.params import (
+    Prompt,
+    Sample,
+    SamplingParams,
+    ScoringParams,
+    choose_seed,
+    warn_about_stops,
+)
 from sampling.process import is_out_of_memory
 from sampling.text_generator import TextGenerator
 
@@ -43,7 +50,8 @@ Put a prompt that begins with a colon in quotes: ":like this". Several pasted li
 Tab completes a command, Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
-def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_probs: bool, start: str) -> None:
+def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_probs: bool,
+             start: str) -> None:
     """Read prompts and commands from standard input until it ends. load: loads the model, at the
     start and for :reload. params, show_probs: the initial settings. start: the first prompt, unless
     it is blank.

@@ -19,7 +19,16 @@ from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import at, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
-from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, Score, ScoringParams, check_values
+from sampling.params import (
+    ModelOptions,
+    Piece,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Score,
+    ScoringParams,
+    check_values,
+)
 from sampling.process import check_fork, system_interrupts
 
 logger = logging.getLogger(__name__)
@@ -47,8 +56,9 @@ class TextGenerator:
     def __repr__(self) -> str:
         return f"<{self.checkpoint.path}: {self.backend.describe()}>"
 
-    def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
-                 batch_size: int | None = None, **settings: Any) -> list[Sample]:
+    def generate(self, prompts: str | list[str], params: SamplingParams | None = None,
+                 num_samples: int = 1, batch_size: int | None = None,
+                 **settings: Any) -> list[Sample]:
         """Generate num_samples samples for each prompt, in order. batch_size=None: the backend
         decides. settings: fields of SamplingParams, in place of those of params.
         """
@@ -56,7 +66,8 @@ class TextGenerator:
         samples = self.make_samples(prompts, num_samples)
         return [sample for sample, _ in self.run(samples, params, batch_size, **settings) if sample.finish_reason]
 
-    def stream(self, prompt: str, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
+    def stream(self, prompt: str, params: SamplingParams | None = None,
+               **settings: Any) -> Iterator[str]:
         """Yield the text of one sample in parts, while it is generated. settings: as for generate.
         """
         steps = self.run(self.make_samples([prompt]), params, batch_size=1, stream=True, **settings)

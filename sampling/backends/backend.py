@@ -73,7 +73,8 @@ class Backend:
         has_device = torch.get_default_device().type != "cpu"
         default_device = torch.device("cpu") if has_device else nullcontext()
         is_half = self.dtype in (torch.bfloat16, torch.float16)
-        autocast = torch.autocast(self.device.type, self.dtype if is_half else None, enabled=is_half)
+        dtype = self.dtype if is_half else None
+        autocast = torch.autocast(self.device.type, dtype, enabled=is_half)
         with torch.inference_mode(False), torch.no_grad(), default_device, autocast:
             yield
 

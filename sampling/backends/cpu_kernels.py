@@ -15,7 +15,8 @@ from numba import config, njit, prange
 from sampling import jit
 
 # AVX-512 and ARM have 32 vector registers, other processors 16. all_rows keeps its sums in them.
-has_32_registers = "+avx512f" in (config.CPU_FEATURES or "") or platform.machine() in ("aarch64", "arm64")
+has_avx512 = "+avx512f" in (config.CPU_FEATURES or "")
+has_32_registers = has_avx512 or platform.machine() in ("aarch64", "arm64")
 OUTPUTS, GROUP = (4, 10) if has_32_registers else (2, 5)
 
 # LLVM may reorder sums, which vectorises them, and fuse products with sums. It may not assume that
@@ -50,7 +51,8 @@ def exp(x: np.float32) -> np.float32:
     p = p * x + np.float32(1 / 24)
     p = p * x + np.float32(1 / 6)
     p = p * x + np.float32(1 / 2)
-    return ((p * x + ONE) * x + ONE) * np.int32((n + np.int32(127)) * np.int32(2**23)).view(np.float32)
+    power_of_two = np.int32((n + np.int32(127)) * np.int32(2**23)).view(np.float32)
+    return ((p * x + ONE) * x + ONE) * power_of_two
 
 
 # GELU is max(x, 0) - |x| * exp(P(|x|)), where exp(P(z)) is the share of the normal distribution
@@ -71,7 +73,8 @@ def gelu_of(x: np.float32, form: tuple[float, ...]) -> np.float32:
 
 
 @inner
-def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int, residual: Array) -> None:
+def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int,
+             residual: Array) -> None:
     """Apply to the sums y[:, first:last]: scales, bias, GELU (0 none, 1 exact, 2 tanh), and the
     residual if any.
     """
@@ -185,7 +188,8 @@ def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: 
         one_row(x[r], weight, y[r], first, last, quarter)
 
 
-def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, residual: Array) -> Array:
+def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int,
+           residual: Array) -> Array:
     """x (R, I) @ weight (O, I).T, and the epilogue -> (R, O). scales, bias: (O,). residual: (R, O)
     or (1, 0).
     """
@@ -243,7 +247,8 @@ def softmax(scores: Array) -> None:
 
 
 @inner
-def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start: int, y: Array) -> None:
+def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start: int,
+                y: Array) -> None:
     """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C, D).
 
     Four positions that lie far apart are read at once, as in one_row. Beyond the last one, it is
@@ -318,5 +323,6 @@ def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
         v = k + num_heads * width
         new_k = qkv[rows, k:k + width]
         new_v = qkv[rows, v:v + width]
-        attend_head(qkv[rows, q:q + width], keys[b, h], values[b, h], new_k, new_v, start, y[rows, q:q + width])
+        new_q = qkv[rows, q:q + width]
+        attend_head(new_q, keys[b, h], values[b, h], new_k, new_v, start, y[rows, q:q + width])
     return y

@@ -43,7 +43,8 @@ class StaticCache(KVCache):
         self.position = torch.zeros(1, dtype=torch.long, device=device) # of this token
         # A graph for each number of keys, with its logits.
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # The stream and the pool of the captures. The graphs share the pool: they never run at the same time.
+        # The stream and the pool of the captures. The graphs share the pool: they never run at the
+        # same time.
         self.stream = self.pool = None
 
     def select_rows(self, rows: list[int]) -> None:
@@ -157,7 +158,8 @@ class CUDABackend(EagerBackend):
                 # workspace of cuBLAS.
                 self.decode_step(cache, num_keys)
                 # thread_local: what another thread allocates meanwhile does not end the capture.
-                with torch.cuda.graph(graph, pool=cache.pool, stream=cache.stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=cache.pool, stream=cache.stream,
+                                      capture_error_mode="thread_local"):
                     logits = self.decode_step(cache, num_keys)
         finally: # also if the capture fails, because the first step has written the cache
             caller.wait_stream(cache.stream)
@@ -175,10 +177,11 @@ class CUDABackend(EagerBackend):
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError:
-            raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this process: run it again "
-                             f"with --cuda_graphs=False ({reason})") from None
+            raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this "
+                             f"process: run it again with --cuda_graphs=False ({reason})") from None
         self.has_graphs = False
-        logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
+        logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is "
+                       "slower")
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
         """Whether the logits (B, V) of a graph agree with the plain model's, as far as rounding
@@ -209,13 +212,15 @@ class CUDABackend(EagerBackend):
         x = transformer.wte(cache.token) + transformer.wpe(cache.position) # (B, 1, E)
         zeros = torch.zeros(1, num_keys, device=self.device, dtype=cache.layers[0].dtype)
         # (1, S)
-        mask = zeros.masked_fill(torch.arange(num_keys, device=self.device) > cache.position, -torch.inf)
+        positions = torch.arange(num_keys, device=self.device)
+        mask = zeros.masked_fill(positions > cache.position, -torch.inf)
         for block, layer in zip(transformer.h, cache.layers, strict=True):
             x = block_step(block, x, layer, cache.position, mask, num_keys)
         return self.model.lm_head(transformer.ln_f(x))[:, 0] # (B, 1, E) -> (B, V)
 
 
-def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:
+def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor,
+               num_keys: int) -> Tensor:
     """Block.forward for one more token: (B, 1, E) -> (B, 1, E). Its key and value go into layer (2,
     B, H, capacity, D). mask (1, S) is added to the scores of the S keys.
     """

@@ -23,7 +23,8 @@ SECONDS_PER_WEIGHT = 4e-10
 SECONDS_PER_WINDOW_PRODUCT = 2e-10
 
 
-def choose_device_and_dtype(device: str, dtype: str, is_nanogpts: bool = False) -> tuple[torch.device, torch.dtype]:
+def choose_device_and_dtype(device: str, dtype: str,
+                            is_nanogpts: bool = False) -> tuple[torch.device, torch.dtype]:
     """Where, and with which numbers, a model will compute. First return the freed memory of the
     model before it.
     """
@@ -38,14 +39,19 @@ def choose_device(name: str) -> torch.device:
     its machine for 'cuda'.
     """
     process.check_fork() # first of all, because a checkpoint, too, is read with several threads
-    gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
-    available = [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available = ["mps", *available]
+    if torch.cuda.is_available():
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        available = ["cuda", *gpus, *available]
     if name not in ["auto", *available]:
-        raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use one of these, or "
-                         "auto")
+        raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use "
+                         "one of these, or auto")
     device = torch.device(available[0] if name == "auto" else name)
     if device == torch.device("cuda") and process.world_size() > 1:
-        device = torch.device("cuda", process.torchrun_number("LOCAL_RANK", 0) % torch.cuda.device_count())
+        local_rank = process.torchrun_number("LOCAL_RANK", 0)
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
     try:
         if device.type == "cuda":
             (torch.zeros(1, device=device) + 1).item()
@@ -53,8 +59,9 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as error: # torch has no code for this GPU, or its driver is too old
         if process.is_out_of_memory(error):
             raise
-        reason = (f"the GPU cannot run torch {torch.__version__} ({process.first_sentence(error)}): update its driver, "
-                  "or install a build of torch that supports it (https://pytorch.org/get-started)")
+        reason = (f"the GPU cannot run torch {torch.__version__} ({process.first_sentence(error)}): "
+                  "update its driver, or install a build of torch that supports it "
+                  "(https://pytorch.org/get-started)")
     if name != "auto":
         raise ValueError(f"{reason}, or use device=cpu")
     logger.warning(f"{reason}; continuing on the CPU")
@@ -66,24 +73,28 @@ def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> 
     is_nanogpts: as nanoGPT, which takes bfloat16 even where the GPU emulates it.
     """
     if name == "int8" and device.type != "cpu":
-        raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
+        raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, "
+                         "or device=cpu")
     if name == "int8":
         process.has_numba(is_required=True)
     if device.type == "mps" and name in ("float16", "bfloat16") and torch.__version__ < (2, 11):
-        raise ValueError(f"dtype={name} on MPS needs torch 2.11 or newer, because older ones compute wrong attention; "
-                         f"got torch {torch.__version__}: use dtype=float32, or install a newer torch")
+        raise ValueError(f"dtype={name} on MPS needs torch 2.11 or newer, because older ones compute "
+                         f"wrong attention; got torch {torch.__version__}: use dtype=float32, or "
+                         "install a newer torch")
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device
         if name == "auto": # emulation is slow
-            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=is_nanogpts) else "float16"
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=is_nanogpts)
+            name = "bfloat16" if has_bf16 else "float16"
         elif name == "bfloat16" and not torch.cuda.is_bf16_supported():
-            raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32")
+            raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or "
+                             "dtype=float32")
         return getattr(torch, name)
 
 
-def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, options: ModelOptions,
-                    num_steps: int | None = None) -> Backend:
+def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
+                    options: ModelOptions, num_steps: int | None = None) -> Backend:
     """The fastest backend for a model. It uses the weights of the checkpoint: each needs its own.
 
     dtype may be torch.int8 on a CPU, without compile. num_steps: see count_steps; None: unknown, or
@@ -127,8 +138,8 @@ def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | 
     return -(-num_samples // (batch_size or Backend.max_rows)) * max_new_tokens
 
 
-def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
-                  num_steps: int | None) -> bool:
+def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype,
+                  options: ModelOptions, num_steps: int | None) -> bool:
     """Whether a run should use CPUBackend's kernels: on a CPU in float32 and int8, unless it is too
     short for them.
     """

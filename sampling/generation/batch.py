@@ -14,8 +14,8 @@ from sampling.generation.detokenizer import Detokenizer
 from sampling.params import SamplingParams
 from sampling.sampler.row_streams import RunStream
 
-NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training may have diverged, "
-              "or dtype=float16 overflows (try dtype=bfloat16 or float32)")
+NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training "
+              "may have diverged, or dtype=float16 overflows (try dtype=bfloat16 or float32)")
 MAX_FLUSH_SECONDS = 0.4 # between two flushes, so that a progress bar moves
 
 
@@ -45,7 +45,8 @@ class Batch:
     a Batch must call release.
     """
 
-    def __init__(self, rows: list[Detokenizer], backend: Backend, run_stream: RunStream, params: SamplingParams):
+    def __init__(self, rows: list[Detokenizer], backend: Backend, run_stream: RunStream,
+                 params: SamplingParams):
         self.rows = rows
         self.backend = backend
         self.params = params
@@ -75,7 +76,9 @@ class Batch:
         if self.cache is None:
             return self.window
         ids = self.window[:, self.cache.seq_len:]
-        return ids[:1] if self.num_steps == 0 and self.has_equal_starts else ids
+        if self.num_steps == 0 and self.has_equal_starts:
+            return ids[:1]
+        return ids
 
     @property
     def num_steps_left(self) -> int:
@@ -86,7 +89,9 @@ class Batch:
         """The tokens (B, 1) of longer prompts in this step; -1 where the token is sampled. None:
         all are sampled.
         """
-        return self.forced[self.num_steps] if self.num_steps < len(self.forced) else None
+        if self.num_steps < len(self.forced):
+            return self.forced[self.num_steps]
+        return None
 
     def append(self, step: Step) -> None:
         """Append the tokens of a step. Past block_size, the window moves."""
@@ -114,8 +119,10 @@ class Batch:
         It copies two tensors, because each copy to the host waits for the GPU.
         """
         first = self.num_steps - len(self.pending) # of the pending steps
-        ids = torch.stack([torch.cat([step.token, step.top_ids], dim=1) for step in self.pending]).tolist()
-        floats = [torch.cat([step.largest_logit.float(), step.logprobs], dim=1) for step in self.pending]
+        ids = [torch.cat([step.token, step.top_ids], dim=1) for step in self.pending]
+        ids = torch.stack(ids).tolist()
+        floats = [torch.cat([step.largest_logit.float(), step.logprobs], dim=1)
+                  for step in self.pending]
         floats = torch.stack(floats).cpu()
         if not floats[..., 0].isfinite().all():
             raise ValueError(NOT_FINITE)

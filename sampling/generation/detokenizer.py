@@ -46,7 +46,8 @@ class Detokenizer:
         is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
         top_texts = [self.decode.peek(top_id, is_last) for top_id in top_ids]
         text = self.decode(token_id, is_last)
-        sample.tokens.append(Token(token_id, text, logprob, tuple(map(Token, top_ids, top_texts, top))))
+        alternatives = tuple(map(Token, top_ids, top_texts, top))
+        sample.tokens.append(Token(token_id, text, logprob, alternatives))
         if logprob is not None:
             self.logprob = logprob + (self.logprob or 0.0)
         if text:
@@ -67,8 +68,12 @@ class Detokenizer:
         if is_last:
             return "length", len(text)
         # A stop text may begin at the end of the text.
-        lengths = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
-        return None, len(text) - max(lengths, default=0)
+        num_withheld = 0
+        for stop in stops:
+            for n in range(1, min(len(stop), len(text) + 1)):
+                if text.endswith(stop[:n]):
+                    num_withheld = max(num_withheld, n)
+        return None, len(text) - num_withheld
 
     def truncate(self, num_chars: int) -> None:
         """Remove this many characters from the end of the text. The tokens stay, but their text
@@ -92,6 +97,8 @@ def split(pieces: list[Piece], num_chars: int) -> tuple[list[Piece], list[Piece]
         head = piece.text[:num_chars]
         tail = piece.text[num_chars:]
         num_chars -= len(head)
-        first += [piece._replace(text=head)] if head else []
-        rest += [piece._replace(text=tail)] if tail else []
+        if head:
+            first.append(piece._replace(text=head))
+        if tail:
+            rest.append(piece._replace(text=tail))
     return first, rest

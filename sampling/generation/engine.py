@@ -36,8 +36,8 @@ class Engine:
     whether each token is wanted as soon as possible.
     """
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend, params: SamplingParams,
-                 batch_size: int | None = None, stream: bool = False):
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend,
+                 params: SamplingParams, batch_size: int | None = None, stream: bool = False):
         self.tokenizer = tokenizer
         self.backend = backend
         self.params = params
@@ -49,14 +49,17 @@ class Engine:
             row_type = kernels.KernelStreams
             kernel = kernels.choose_ids
         self.run_stream = RunStream(params.seed, backend.device, checkpoint.num_init_draws,
-                                    draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size,
-                                    row_type=row_type)
+                                    draws_per_sample=params.max_new_tokens,
+                                    vocab_size=backend.config.vocab_size, row_type=row_type)
         # nanoGPT samples in the dtype of its logits, which on most devices are float32;
         # transformers in float32.
         in_logits_dtype = backend.full_vocabulary and not checkpoint.is_huggingface
-        self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
-                               full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype, kernel=kernel)
-        self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
+        self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p,
+                               params.repetition_penalty, full_vocabulary=backend.full_vocabulary,
+                               in_logits_dtype=in_logits_dtype, kernel=kernel)
+        self.flush_steps = FLUSH_STEPS
+        if stream or params.stop_texts:
+            self.flush_steps = backend.min_flush_steps
         # The rows whose samples are yielded next, in order.
         self.waiting: deque[Detokenizer] = deque()
 
@@ -70,7 +73,8 @@ class Engine:
         for batch in self.batches(samples):
             rows = [Detokenizer(sample, self.tokenizer, self.params) for sample in batch]
             self.waiting.extend(row for row in rows if not row.sample.already_saved)
-            for group in group_by_length(rows, self.backend.config.block_size, self.params.max_new_tokens):
+            block_size = self.backend.config.block_size
+            for group in group_by_length(rows, block_size, self.params.max_new_tokens):
                 yield from self.generate_rows(group)
             # With max_new_tokens=0, all rows are finished from the start.
             yield from self.take_pieces()
@@ -134,7 +138,8 @@ class Engine:
                     raise
             # outside of the except clause, because the error holds the tensors of the batch
             self.batch_size = len(batch) // 2
-            logger.warning(f"out of memory with {len(batch)} samples at once: continuing with {self.batch_size}")
+            logger.warning(f"out of memory with {len(batch)} samples at once: continuing with "
+                           f"{self.batch_size}")
             self.backend.free_buffers()
             return_freed_memory()
             for row in batch:
@@ -145,8 +150,12 @@ class Engine:
         # 1) The first step is the prefill: it reads the prompts.
         with self.backend.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
-            room = math.inf if self.params.context_shift else self.backend.config.block_size - batch.window.size(1)
-            draft = self.backend.draft_for(min(room, self.params.max_new_tokens)) if len(rows) == 1 else None
+            num_tokens = self.params.max_new_tokens
+            if not self.params.context_shift: # past block_size, a draft has no cache
+                num_tokens = min(num_tokens, self.backend.config.block_size - batch.window.size(1))
+            draft = None
+            if len(rows) == 1:
+                draft = self.backend.draft_for(num_tokens)
         try:
             while batch.rows:
                 with self.backend.inference():
@@ -176,7 +185,8 @@ class Engine:
 
     def sample(self, logits: Tensor, batch: Batch) -> Step:
         """Sample the next tokens from logits (B, V), or take those of longer prompts."""
-        token = self.sampler(logits, batch.window, None if self.sampler.is_greedy else batch.streams.next())
+        noise = None if self.sampler.is_greedy else batch.streams.next()
+        token = self.sampler(logits, batch.window, noise)
         if (forced := batch.forced_token) is not None:
             token = torch.where(forced < 0, token, forced)
         logprobs = logits.new_empty((len(token), 0))
@@ -188,7 +198,8 @@ class Engine:
         return Step(token, logits.amax(dim=-1, keepdim=True), logprobs, top_ids)
 
 
-def group_by_length(rows: Sequence[Detokenizer], block_size: int, max_new_tokens: int) -> list[list[Detokenizer]]:
+def group_by_length(rows: Sequence[Detokenizer], block_size: int,
+                    max_new_tokens: int) -> list[list[Detokenizer]]:
     """Group rows whose visible prompts differ in length by at most max_new_tokens, in the order of
     the samples: in a batch, a longer prompt takes extra steps.
     """
@@ -197,7 +208,8 @@ def group_by_length(rows: Sequence[Detokenizer], block_size: int, max_new_tokens
     group_of = {}
     groups = {} # a group has the name of its shortest length
     for length in sorted(set(lengths)):
-        shortest = length if length > shortest + max_new_tokens else shortest
+        if length > shortest + max_new_tokens:
+            shortest = length
         group_of[length] = shortest
     for row, length in zip(rows, lengths, strict=True):
         groups.setdefault(group_of[length], []).append(row)
@@ -224,7 +236,8 @@ def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
     # The model samples one token more.
     for i in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)):
         logits = draft.logits(ids[:, cache.seq_len:], cache)
-        token, lead = sampler.propose(logits, ids, None if sampler.is_greedy else batch.streams.peek(i))
+        noise = None if sampler.is_greedy else batch.streams.peek(i)
+        token, lead = sampler.propose(logits, ids, noise)
         ids = torch.cat([ids, token], dim=1)
         if lead < MIN_LEAD:
             break

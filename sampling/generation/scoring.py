@@ -18,7 +18,8 @@ from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Piece, SamplingParams, Score, ScoringParams
 
 logger = logging.getLogger(__name__)
-# The tokens of the windows that are computed at once: with GPT-2's vocabulary, a gigabyte of logits.
+# The tokens of the windows that are computed at once: with GPT-2's vocabulary, a gigabyte of
+# logits.
 MAX_BATCH_TOKENS = 2048
 
 
@@ -32,7 +33,8 @@ class Window(NamedTuple):
     is_last: bool
 
 
-def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score], params: ScoringParams,
+def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
+                params: ScoringParams,
                 batch_size: int | None = None) -> Iterator[tuple[Score, list[Piece]]]:
     """Score the texts that are not saved already. Yields them in order, each after each of its
     windows, with its new pieces. batch_size: of windows, at most. Raises ValueError if logits were
@@ -62,8 +64,8 @@ def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> De
     """
     score.num_bytes = tokenizer.num_bytes(score.ids) - tokenizer.num_bytes(score.ids[:1])
     if 0 < max_tokens < len(score.ids):
-        logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first {max_tokens} are saved or "
-                    "shown")
+        logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first "
+                    f"{max_tokens} are saved or shown")
     params = SamplingParams(max_new_tokens=min(len(score.ids), max_tokens))
     detokenizer = Detokenizer(score, tokenizer, params)
     if max_tokens:
@@ -79,8 +81,11 @@ def windows(scores: Iterable[Score], block_size: int) -> Iterator[Window]:
     for score in scores:
         for start in range(0, max(1, len(score.ids) - 1 - block_size + half), half):
             end = start + block_size
-            yield Window(score, score.ids[start:end], score.ids[start + 1:end + 1], block_size - half if start else 0,
-                         start == 0, end >= len(score.ids) - 1)
+            num_done = 0
+            if start:
+                num_done = block_size - half
+            yield Window(score, score.ids[start:end], score.ids[start + 1:end + 1], num_done,
+                         is_first=start == 0, is_last=end >= len(score.ids) - 1)
 
 
 def batches(all_windows: Iterator[Window], most: int) -> Iterator[list[Window]]:
@@ -90,20 +95,23 @@ def batches(all_windows: Iterator[Window], most: int) -> Iterator[list[Window]]:
         yield from (waiting[i:i + size] for i in range(0, len(waiting), size))
 
 
-def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[tuple[list, list, list]]:
+def score_windows(backend: Backend, batch: list[Window],
+                  num_top: int) -> list[tuple[list, list, list]]:
     """For each window: the log-probabilities of the n tokens that it scores, and those and the ids
     of the k = num_top most likely tokens in their places.
     """
     # Shorter windows are padded at their ends: no token sees what follows it.
     # (B, T)
-    ids = pad_sequence([torch.tensor(window.ids) for window in batch], batch_first=True).to(backend.device)
+    rows = [torch.tensor(window.ids) for window in batch]
+    ids = pad_sequence(rows, batch_first=True).to(backend.device)
     skipped = min(window.num_done for window in batch) # of these positions, no logits are needed
     # (B, T - skipped, V)
     logits = backend.text_logits(ids, ids.size(1) - skipped).unflatten(0, (len(batch), -1))
     results = []
     for window, rows in zip(batch, logits, strict=True):
         # (n,)
-        next_ids = torch.tensor(window.next_ids[window.num_done:], dtype=torch.long, device=ids.device)
+        next_ids = window.next_ids[window.num_done:]
+        next_ids = torch.tensor(next_ids, dtype=torch.long, device=ids.device)
         first = window.num_done - skipped
         logprobs = rows[first:first + len(next_ids)].float().log_softmax(dim=-1) # (n, V)
         of_tokens = logprobs.gather(1, next_ids[:, None])[:, 0]

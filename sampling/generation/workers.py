@@ -20,8 +20,8 @@ if TYPE_CHECKING: # the import would load torch
 logger = logging.getLogger(__name__)
 
 
-def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams, batch_size: int | None,
-               stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
+def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams,
+               batch_size: int | None, stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
     """Rank 0: what gpt.run yields, with the help of the other processes. An error of the samples,
     such as a bad line of a pipe, is raised when those before it are done.
     """
@@ -39,8 +39,8 @@ def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: Sampling
         raise errors[0]
 
 
-def run_in_shares(gpt: "TextGenerator", samples: Iterator[Sample], params: SamplingParams, batch_size: int | None,
-                  stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
+def run_in_shares(gpt: "TextGenerator", samples: Iterator[Sample], params: SamplingParams,
+                  batch_size: int | None, stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
     while batch := list(islice(samples, world_size() * (batch_size or gpt.backend.max_rows))):
         bounds = [len(batch) * rank // world_size() for rank in range(world_size() + 1)]
         shares = [batch[start:end] for start, end in pairwise(bounds)]
@@ -97,5 +97,5 @@ def exchange(name: str, *objects: Any) -> None:
     try:
         getattr(dist, name)(*objects)
     except RuntimeError as error: # torch's own message is long
-        raise ValueError("another process of this run has ended; with out_file, the same command resumes the "
-                         "run") from error
+        raise ValueError("another process of this run has ended; with out_file, the same command "
+                         "resumes the run") from error

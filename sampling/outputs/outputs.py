@@ -14,7 +14,14 @@ from sampling.outputs import html
 from sampling.outputs.console import before_exit, is_tty, plural
 from sampling.outputs.jsonl import PAGE, LinesFile, Run, open_output, run_settings
 from sampling.outputs.printer import RULE, Printer, Progress
-from sampling.params import Piece, Sample, SamplingParams, ScoringParams, choose_seed, warn_about_stops
+from sampling.params import (
+    Piece,
+    Sample,
+    SamplingParams,
+    ScoringParams,
+    choose_seed,
+    warn_about_stops,
+)
 from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch

@@ -10,7 +10,14 @@ import time
 from collections.abc import Iterable, Iterator
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.outputs.console import clear_bar, is_tty, name_write_errors, plural, sanitize, start_progress_bar
+from sampling.outputs.console import (
+    clear_bar,
+    is_tty,
+    name_write_errors,
+    plural,
+    sanitize,
+    start_progress_bar,
+)
 from sampling.outputs.jsonl import round_sum
 from sampling.params import Piece, Prompt, Sample, Score
 
@@ -126,7 +133,8 @@ class Progress:
     printed as it comes.
     """
 
-    def __init__(self, total_samples: int | None, max_new_tokens: int | None, shows_text: bool = True):
+    def __init__(self, total_samples: int | None, max_new_tokens: int | None,
+                 shows_text: bool = True):
         self.total_samples = total_samples
         self.max_new_tokens = max_new_tokens
         self.noun = "sample" if max_new_tokens is not None else "text"

@@ -98,7 +98,7 @@ def find_candidates(logits: Array, k: int) -> Array:
         for start in range(0, len(logits), NUM_COLUMNS):
             row = logits[start:start + NUM_COLUMNS]
             for i in range(len(row)):
-                tops[i] = row[i] if row[i] > tops[i] else tops[i]
+                tops[i] = row[i] if row[i] > tops[i] else tops[i] # max() would not be vectorised
         bound = np.partition(tops, NUM_COLUMNS - k)[NUM_COLUMNS - k]
     ids = np.empty(len(logits), np.int32)
     num_found = 0
@@ -150,7 +150,8 @@ def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.floa
 
 
 @jit.parallel
-def choose(logits: Array, temperature: np.float32, k: int, numbers: Array, ids: Array, leads: Array) -> None:
+def choose(logits: Array, temperature: np.float32, k: int, numbers: Array, ids: Array,
+           leads: Array) -> None:
     """Choose an id for each row of logits (B, V) with the numbers (B, V) of draw. Sets ids and
     leads, (B,) each.
     """
@@ -186,13 +187,15 @@ class KernelStreams(RowStreams):
         jit.run(draw, work, self.words, self.places, np.array(is_drawn), self.numbers.numpy())
 
 
-def choose_ids(logits: Tensor, temperature: float, top_k: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
+def choose_ids(logits: Tensor, temperature: float, top_k: int | None,
+               noise: Tensor) -> tuple[Tensor, Tensor]:
     """The ids (B, 1) for logits and noise (B, V), and how far the score of each is ahead (B,): see
     choose_from_row.
     """
     ids = torch.empty(len(logits), 1, dtype=torch.int64)
     leads = torch.empty(len(logits), dtype=torch.float32)
     work = WORK_PER_LOGIT * logits.numel()
-    jit.run(choose, work, logits.contiguous().numpy(), np.float32(temperature), top_k or logits.size(1),
-            noise.numpy(), ids[:, 0].numpy(), leads.numpy())
+    k = top_k or logits.size(1)
+    jit.run(choose, work, logits.contiguous().numpy(), np.float32(temperature), k, noise.numpy(),
+            ids[:, 0].numpy(), leads.numpy())
     return ids, leads

@@ -25,13 +25,16 @@ class RunStream:
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", num_init_draws: int = 0,
-                 draws_per_sample: int = 0, vocab_size: int = 0, row_type: "type[RowStreams] | None" = None):
+                 draws_per_sample: int = 0, vocab_size: int = 0,
+                 row_type: "type[RowStreams] | None" = None):
         self.row_type = row_type or RowStreams
         self.device = torch.device(device)
         self.draws_per_sample = draws_per_sample
         self.vocab_size = vocab_size
-        self.generator = torch.Generator(self.device if self.device.type == "cuda" else "cpu").manual_seed(seed)
-        if self.device.type != "cuda":
+        if self.device.type == "cuda":
+            self.generator = torch.Generator(self.device).manual_seed(seed)
+        else:
+            self.generator = torch.Generator("cpu").manual_seed(seed)
             advance_mt19937(self.generator, num_init_draws)
         self.start = self.generator.clone_state()
         self.index = 0 # of the sample at whose start the generator is
@@ -75,8 +78,8 @@ class RowStreams:
         self.device = run.device
         is_bits = self.device.type == "cpu" and exponential_is_from_bits()
         dtype = torch.int64 if is_bits else torch.float32
-        # (B, V)
-        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=run.generator.device)
+        device = run.generator.device
+        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=device) # (B, V)
         self.ahead: deque[Tensor] = deque() # the numbers of the next steps that were peeked at
 
     def select_rows(self, rows: list[int]) -> None:
@@ -102,7 +105,8 @@ class RowStreams:
 
     def draw_rows(self, is_drawn: list[bool]) -> None:
         """Draw the numbers of the next step for these rows."""
-        for row, generator, needs_numbers in zip(self.numbers, self.generators, is_drawn, strict=True):
+        rows = zip(self.numbers, self.generators, is_drawn, strict=True)
+        for row, generator, needs_numbers in rows:
             if needs_numbers:
                 draw(row, generator)
 
@@ -111,8 +115,9 @@ def draw(numbers: Tensor, generator: torch.Generator) -> Tensor:
     """Fill a tensor with exponential numbers if it is float32, or with 64 random bits for each if
     it is int64.
     """
-    is_bits = numbers.dtype == torch.int64
-    return numbers.random_(-2**63, None, generator=generator) if is_bits else numbers.exponential_(generator=generator)
+    if numbers.dtype == torch.int64:
+        return numbers.random_(-2**63, None, generator=generator)
+    return numbers.exponential_(generator=generator)
 
 
 def exponentials(noise: Tensor) -> Tensor:

@@ -32,8 +32,9 @@ class Sampler:
     in kernels.py.
     """
 
-    def __init__(self, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
-                 min_p: float | None = None, repetition_penalty: float = 1.0, *, full_vocabulary: bool = False,
+    def __init__(self, temperature: float = 1.0, top_k: int | None = None,
+                 top_p: float | None = None, min_p: float | None = None,
+                 repetition_penalty: float = 1.0, *, full_vocabulary: bool = False,
                  in_logits_dtype: bool = False, kernel: Kernel | None = None):
         self.penalty = repetition_penalty
         self.temperature = float(temperature)
@@ -67,7 +68,8 @@ class Sampler:
         scores, candidates = self.scores(logits, ids, noise)
         return self.pick(scores, candidates), self.lead(scores)
 
-    def scores(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def scores(self, logits: Tensor, ids: Tensor,
+               noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The scores (B, K) of the candidates, and their ids (B, K), or None for all V in order.
 
         The best score wins. Without noise, a score is a logit; otherwise it is a probability
@@ -77,13 +79,16 @@ class Sampler:
         if self.penalty != 1: # of the tokens in the text (CTRL, Keskar et al., 2019)
             logits = logits.float()
             seen = logits.gather(1, ids) # (B, S)
-            logits = logits.scatter(1, ids, torch.where(seen < 0, seen * self.penalty, seen / self.penalty))
+            penalised = torch.where(seen < 0, seen * self.penalty, seen / self.penalty)
+            logits = logits.scatter(1, ids, penalised)
         if self.is_greedy:
             return logits, None
         logits = apply_temperature(logits, self.temperature)
         candidates = None
         if self.top_k and self.top_k < logits.size(-1):
-            K = self.top_k if self.full_vocabulary else min(self.top_k + ROOM_FOR_TIES, logits.size(-1))
+            K = self.top_k
+            if not self.full_vocabulary:
+                K = min(K + ROOM_FOR_TIES, logits.size(-1))
             # (B, K); sorting takes a GPU longer.
             largest, largest_ids = logits.topk(K, sorted=not self.full_vocabulary)
             # Ties with it stay, as in nanoGPT.
@@ -99,7 +104,8 @@ class Sampler:
             logits = mask_top_p(logits, self.top_p)
         if self.min_p: # Nguyen et al., 2024
             probs = logits.softmax(dim=-1)
-            logits = logits.masked_fill(probs < self.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
+            least = self.min_p * probs.amax(dim=-1, keepdim=True)
+            logits = logits.masked_fill(probs < least, -torch.inf)
         return logits.softmax(dim=-1) / exponentials(noise), candidates
 
     @staticmethod
@@ -124,7 +130,8 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     if temperature * torch.finfo(logits.dtype).max > MAX_LOGIT: # nothing overflows
         return scaled
     # What the probabilities are in the limit of low temperatures: only the largest logits are left.
-    limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
+    largest = logits.amax(dim=-1, keepdim=True)
+    limit = torch.zeros_like(logits).masked_fill(logits < largest, -torch.inf)
     return torch.where(scaled.amax(dim=-1, keepdim=True).isfinite(), scaled, limit)
 
 
