@@ -29,6 +29,7 @@ if not __name__.endswith("configurator"):
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
               "NoneType": "None"}
+IS_COMMENT_BELOW = re.compile(r" +#") # the rest of a comment at the end of a line
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 
@@ -58,24 +59,27 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
         doc = scope.get("__doc__") or ""
         if scope.get("__name__") != "__main__": # a command that pip installed has a name of its own
             doc = doc.replace(f"python {os.path.basename(scope['__file__'])}", Path(sys.argv[0]).stem)
-        print(f"{scope.get('__version__')}\n" if "--version" in arguments else
-              help_text(doc, settings, shutil.get_terminal_size().columns), end="", flush=True)
+        text = help_text(doc, settings, shutil.get_terminal_size().columns)
+        if "--version" in arguments:
+            text = f"{scope.get('__version__')}\n"
+        print(text, end="", flush=True)
         sys.exit(0)
     for argument in arguments:
         if argument.endswith("\r"):
-            raise ValueError(f"{argument!r:.200} ends in a carriage return: save your script with Unix line ends (LF)")
+            raise ValueError(f"{argument!r:.200} ends in a carriage return: save your script with Unix "
+                             "line ends (LF)")
     changes = {}
     files = {} # setting -> the path of the file that changed it
     while arguments:
-        if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
+        first = arguments[0]
+        if first.startswith("--") or (first.startswith("-") and not os.path.exists(first)):
             name, value = parse_argument(arguments, settings, aliases)
-            # A flag replaces what a file sets.
-            earlier = None if name in files else changes.get(name)
-            # It adds to an earlier flag.
-            if "list" in settings[name].types and None not in (earlier, value):
-                value = [item for given in (earlier, value) for item in (given if isinstance(given, list) else [given])]
+            is_from_file = files.pop(name, None)
+            earlier = changes.get(name)
+            # A list adds to that of an earlier flag. All else replaces it, and what a file sets.
+            if "list" in settings[name].types and not is_from_file and None not in (earlier, value):
+                value = as_list(earlier) + as_list(value)
             changes[name] = value
-            files.pop(name, None)
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"])
             found = run_file(path, source, scope | changes, settings)
@@ -85,12 +89,19 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
     try:
         validate(values, changes.keys() - files.keys())
     except ValueError as error:
-        paths = [files[name] for name in getattr(error, "names", ()) if name in files]
-        raise ValueError(f"{paths[0]}: {error}" if paths else str(error)) from None
+        for name in getattr(error, "names", ()):
+            if name in files:
+                raise ValueError(f"{files[name]}: {error}") from None
+        raise ValueError(str(error)) from None
     if changes:
-        logger.info("settings: " + ", ".join(f"{name}={value!r:.100}" for name, value in changes.items()))
+        shown = [f"{name}={value!r:.100}" for name, value in changes.items()]
+        logger.info(f"settings: {', '.join(shown)}")
     scope.update(changes)
     return values
+
+
+def as_list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
@@ -99,19 +110,25 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     lines = source.splitlines()
     settings = {}
     group = ""
-    for node in takewhile(lambda node: not isinstance(node, ast.FunctionDef), ast.parse(source).body):
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            default = ast.literal_eval(node.value)
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            break
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        default = ast.literal_eval(node.value)
+        if isinstance(node, ast.AnnAssign):
+            target = node.target
+            types = ast.unparse(node.annotation).replace("None", "NoneType").split(" | ")
+        else:
+            target = node.targets[0]
             types = [type(default).__name__]
-            if isinstance(node, ast.AnnAssign):
-                types = ast.unparse(node.annotation).replace("None", "NoneType").split(" | ")
-            above = lines[node.lineno - 2] if node.lineno > 1 else ""
-            group = above.strip("# ") if above.startswith("#") else group
-            below = takewhile(lambda line: line[:1] == " " and line.lstrip()[:1] == "#", lines[node.end_lineno:])
-            comment = [lines[node.end_lineno - 1][node.end_col_offset:], *below]
-            comment = " ".join(line.strip().removeprefix("#").strip() for line in comment)
-            settings[target.id] = Setting(types, default, comment, group)
+        above = lines[max(0, node.lineno - 2)]
+        if above.startswith("#"):
+            group = above.strip("# ")
+        comment = [lines[node.end_lineno - 1][node.end_col_offset:]]
+        comment += takewhile(IS_COMMENT_BELOW.match, lines[node.end_lineno:])
+        comment = " ".join(line.strip().removeprefix("#").strip() for line in comment)
+        settings[target.id] = Setting(types, default, comment, group)
     return settings
 
 
@@ -121,7 +138,10 @@ def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
     """
     width = min(max(width, 40), 120)
     group = ""
-    paragraphs = [text if text[:1] == " " else textwrap.fill(text, width) for text in doc.strip().split("\n\n")]
+    paragraphs = doc.strip().split("\n\n")
+    for i, text in enumerate(paragraphs):
+        if not text.startswith(" "):
+            paragraphs[i] = textwrap.fill(text, width)
     lines = ["\n\n".join(paragraphs), "", "Settings, with their defaults:"]
     flags = {name: f"  {to_argument(name, setting)}  " for name, setting in settings.items()}
     indent = min(max(map(len, flags.values())), width // 2)
@@ -129,14 +149,17 @@ def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
         if setting.group != group:
             group = setting.group
             lines += ["", f"{group}:"]
-        lines += textwrap.wrap(setting.comment or "-", width, initial_indent=flags[name].ljust(indent),
-                               subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+        lines += textwrap.wrap(setting.comment or "-", width, break_long_words=False,
+                               break_on_hyphens=False, initial_indent=flags[name].ljust(indent),
+                               subsequent_indent=" " * indent)
     return "\n".join(lines) + "\n"
 
 
 def to_argument(name: str, setting: Setting) -> str:
     """The argument that gives a setting its default, quoted for a shell."""
-    text = setting.default if isinstance(setting.default, str) else repr(setting.default)
+    text = setting.default
+    if not isinstance(text, str):
+        text = repr(text)
     if not text.isprintable() or parse(name, text, setting.types) != setting.default:
         text = json.dumps(text, ensure_ascii=False) # a Python literal too
     return f"--{name}={shlex.quote(text)}"
@@ -150,8 +173,10 @@ def parse_argument(arguments: list[str], settings: dict[str, Setting],
     key, equals, text = arguments.pop(0).partition("=")
     name = key.removeprefix("--").replace("-", "_")
     if name not in settings:
-        raise ValueError(f"unknown setting {key:.200}{suggest(name.removeprefix('_'), settings, aliases)}"
-                         f"{'' if key.startswith('--') else '; settings begin with --'}; --help lists all settings")
+        hint = suggest(name.removeprefix("_"), settings, aliases)
+        if not key.startswith("--"):
+            hint += "; settings begin with --"
+        raise ValueError(f"unknown setting {key:.200}{hint}; --help lists all settings")
     types = settings[name].types
     if equals:
         return name, parse(name, text, types)
@@ -173,15 +198,19 @@ def parse(name: str, text: str, types: list[str]) -> Any:
             warnings.simplefilter("ignore") # about unknown escapes
             # 01 is 1, as in a shell.
             value = ast.literal_eval(re.sub(r"^([+-]?)0+(?=\d)", r"\1", text))
-    except Exception: # of five types, such as for "{{}}" or very deep nesting: it is not a Python literal
+    # There are five types of errors, such as for "{{}}" or very deep nesting.
+    except Exception:
         value = text
         # A shell removes the quotes inside a list.
         if "list" in types and re.fullmatch(r"(?s)\[.+]", text):
             value = [parse(name, f'"{item}"', ["str"]) for item in text[1:-1].split(",")]
-            logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: '\"{text:.100}\"'")
+            logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: "
+                        f"'\"{text:.100}\"'")
     if text.startswith("("):
         value = plain(value)
-    return text if "str" in types and type(value).__name__ not in types else coerce(name, value, types, text)
+    if "str" in types and type(value).__name__ not in types:
+        return text
+    return coerce(name, value, types, text)
 
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
@@ -196,7 +225,8 @@ def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
         value = float(value)
     if type(value).__name__ in types:
         return value
-    raise ValueError(f"{label} takes {' or '.join(TYPE_NAMES[t] for t in types)}, got {given!r:.100}")
+    allowed = " or ".join(TYPE_NAMES[name] for name in types)
+    raise ValueError(f"{label} takes {allowed}, got {given!r:.100}")
 
 
 def plain(value: Any) -> Any:
@@ -212,7 +242,9 @@ def plain(value: Any) -> Any:
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
 
 
 def read_file(path: str, script: str) -> tuple[str, bytes]:
@@ -222,19 +254,26 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     if dash := re.match("[\u2010-\u2015\u2212]+", path): # a program for texts makes one of --
         raise ValueError(f"{path!r:.200} begins with U+{ord(path[0]):04X}, not with --: write "
                          f"--{path[dash.end():]:.200}")
-    found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(script)), path)
+    found = path
+    if not os.path.exists(path):
+        found = os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
-        source = b"\0" if os.path.isdir(found) else Path(found).read_bytes()
+        source = b"\0" # of a folder
+        if not os.path.isdir(found):
+            source = Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte
-        raise ValueError(f"cannot read the settings file {path!r:.200}: {getattr(e, 'strerror', e)}; give settings as "
-                         '--key=value; a value with spaces needs quotes: --start="Once upon a time"') from None
+        reason = getattr(e, "strerror", e)
+        raise ValueError(f"cannot read the settings file {path!r:.200}: {reason}; give settings as "
+                         "--key=value; a value with spaces needs quotes: "
+                         '--start="Once upon a time"') from None
     if re.match(b"\xff\xfe|\xfe\xff", source):
         raise ValueError(f"{path!r:.200} is in UTF-16: save it as UTF-8")
     if kind := re.search(r"(?i)\.(json|toml|ya?ml)$", path):
         raise ValueError(f"{path!r:.200} is {kind[1].upper()}, but a settings file is Python, such as: "
                          "temperature = 0.8")
     if b"\0" in source: # a folder, or a checkpoint
-        raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass --out_dir={path:.200}")
+        raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass "
+                         f"--out_dir={path:.200}")
     return found, source
 
 
@@ -258,20 +297,27 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
         with import_from(os.getcwd()), redirect_stdout(sys.stderr):
             exec(code, names)
     except (Exception, SystemExit) as e: # SystemExit would end the script without a message
-        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
-        line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
-        raise ValueError(f"{path}{f', line {line}' if line else ''}: {type(e).__name__}: {e!s:.300}; a settings file "
-                         "is Python that assigns settings") from None
+        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
+                 if frame.filename == path]
+        if isinstance(e, SyntaxError):
+            lines = [e.lineno]
+        where = path
+        if lines and lines[-1]:
+            where = f"{path}, line {lines[-1]}"
+        raise ValueError(f"{where}: {type(e).__name__}: {e!s:.300}; a settings file is Python that "
+                         "assigns settings") from None
     others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
     for name in sorted(others):
-        if type(names[name]).__name__ in TYPE_NAMES and (hint := suggest(name, settings, prefixes=False)):
+        hint = suggest(name, settings, prefixes=False)
+        if hint and type(names[name]).__name__ in TYPE_NAMES:
             logger.warning(f"{path} sets {name}, which is not a setting{hint}")
     # 1 == True, but as settings they differ.
     changes = {name: names[name] for name in settings if name in names
                and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}
     if not (changes or others or settings.keys() & set(code.co_names)):
         logger.warning(f"{path} sets nothing; a settings file is Python that assigns settings")
-    return {name: coerce(f"{path}: {name}", value, settings[name].types, value) for name, value in changes.items()}
+    return {name: coerce(f"{path}: {name}", value, settings[name].types, value)
+            for name, value in changes.items()}
 
 
 def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {},
@@ -279,6 +325,11 @@ def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {
     """Return '; did you mean x?' for an alias, or a setting that starts with name (if prefixes) or
     is similar to it.
     """
-    completions = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
-    found = [aliases[name]] if name in aliases else completions or get_close_matches(name.lower(), settings, 1, 0.75)
+    found = []
+    if name in aliases:
+        found = [aliases[name]]
+    elif prefixes and len(name) > 2:
+        found = [setting for setting in settings if setting.startswith(name)]
+    if not found:
+        found = get_close_matches(name.lower(), settings, 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""
