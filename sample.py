@@ -25,10 +25,10 @@ from sampling.checkpoints.finding import load_saves
 from sampling.configurator import override
 from sampling.generation.workers import run_on_all, serve
 from sampling.inputs.prompts import make_samples, read_prompts
-from sampling.outputs.console import hard_exit, is_tty, name_write_errors, report_user_errors, setup_console
-from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
-from sampling.params import ALIASES, ModelOptions, check_settings
-from sampling.process import expand_paths, shorten_spinning
+from sampling.outputs.console import hard_exit, name_write_errors, report_user_errors, setup_console
+from sampling.outputs.outputs import OutputFiles, Outputs
+from sampling.params import ALIASES, ModelOptions, check_settings, choose_params, complete_settings
+from sampling.process import shorten_spinning
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -70,7 +70,8 @@ batch_size: int | None = None # how many samples to generate at once; None: up t
 out_file: str | None = None # append each sample as a line of JSON to this file; the same command resumes a run;
                             # - prints the lines instead of the samples
 logprobs: int | None = None # save the log-probability of each token in out_file, with this many of the most likely ones
-html_file: str | None = None # write a page that shows how likely each token was, and the alternatives
+html_file: str | None = None # write a page of the lines in out_file, or in the file of the same name with .jsonl, that
+                             # shows how likely each token was, and the alternatives
 overwrite = False # replace out_file and html_file, instead of resuming the run
 show_probs = False # colour each token on the terminal by its probability
 interactive = False # ask for prompts and answer each with a sample
@@ -83,8 +84,7 @@ def main(settings):
     if settings['interactive']:
         from sampling.repl import run_repl
         return run_repl(load_gpt, params, show_probs, start)
-    files = OutputFiles({**settings, **vars(params)}) # params has the seed that was drawn at random
-    run(params, files)
+    run(params, OutputFiles(settings))
 
 
 def run(params, files):
@@ -95,7 +95,7 @@ def run(params, files):
     for gpt in load_saves(out_dir, lambda: load_gpt(num_total)) if watch else [load_gpt(num_total)]:
         samples = make_samples(prompts, gpt.tokenizer, samples_per_prompt, is_score=score)
         outputs = Outputs(files, gpt, num_total)
-        for sample, pieces in run_on_all(gpt, outputs.resume(samples), params, batch_size, is_tty(sys.stdout)):
+        for sample, pieces in run_on_all(gpt, outputs.resume(samples), params, batch_size, outputs.streams):
             outputs.update(sample, pieces)
         outputs.finish()
         gpt = None # its memory must be free before the next model is loaded
@@ -118,8 +118,8 @@ def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process; it may end at once."""
     setup_console(owns_process)
     with report_user_errors(status=2), name_write_errors("standard output"): # to which --help prints
-        settings = override(globals(), sys.argv[1:], check_settings, ALIASES)
-        globals().update(expand_paths(settings))
+        settings = complete_settings(override(globals(), sys.argv[1:], check_settings, ALIASES))
+        globals().update(settings)
     if owns_process:
         shorten_spinning()
     with report_user_errors():

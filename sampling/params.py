@@ -9,13 +9,21 @@ import sys
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from sampling.configurator import plain
-from sampling.process import world_size
+from sampling.process import expand_home, world_size
 
 logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
+PATHS = "init_from", "out_dir", "model_file", "tokenizer", "out_file", "html_file" # of the settings
+NUM_ALTERNATIVES = 5 # of the most likely tokens, which the page shows for each token
+# Of a text that are saved or shown: with their alternatives, they take ten megabytes or more.
+MAX_SCORED_TOKENS = 100_000
+# The fields of a line in out_file, besides those of the prompt.
+RESULT_FIELDS = frozenset(["version", "index", "prompt_index", "sample_index", "text", "num_tokens",
+                           "num_bytes", "finish_reason", "cumulative_logprob", "logprobs", "seed",
+                           "checkpoint", "settings"])
 
 
 class SettingError(ValueError):
@@ -193,6 +201,33 @@ class ScoringParams:
     max_tokens: int = 10**9 # to keep of a text. All are scored, but a book has a million
 
 
+def complete_settings(settings: Settings) -> dict[str, Any]:
+    """The final form of checked settings: with expanded paths, a seed that is a number, and the
+    log-probabilities that the page needs.
+    """
+    complete = dict(settings)
+    for name in PATHS: # start has its own: see parse_start
+        complete[name] = expand_home(settings[name])
+    complete["seed"] = choose_seed(settings["seed"])
+    if settings["html_file"]:
+        complete["logprobs"] = max(NUM_ALTERNATIVES, settings["logprobs"] or 0)
+    return complete
+
+
+def choose_params(settings: Settings) -> SamplingParams | ScoringParams:
+    """What to do with the prompts. settings: as complete_settings returns them."""
+    num_logprobs = settings["logprobs"]
+    if settings["score"]:
+        needs_tokens = num_logprobs is not None or settings["show_probs"]
+        return ScoringParams(num_logprobs or 0, MAX_SCORED_TOKENS if needs_tokens else 0)
+    if num_logprobs is None and (settings["out_file"] or settings["show_probs"]):
+        num_logprobs = 0
+    values = {f.name: settings[f.name] for f in fields(SamplingParams) if f.name in settings}
+    params = SamplingParams(**values, num_logprobs=num_logprobs)
+    warn_about_stops(params.stop_texts)
+    return params
+
+
 # What only sampling has, not scoring.
 SAMPLING_SETTINGS = "num_samples", "draft", *(f.name for f in fields(SamplingParams) if f.name != "num_logprobs")
 
@@ -207,7 +242,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue."""
+    """A text to continue, or to score."""
     text: str
     id: Any = None # a JSONL file may have one, and other fields: out_file repeats them
     location: str = "" # its file and line, for messages
@@ -215,21 +250,19 @@ class Prompt:
 
 
 class Token(NamedTuple):
-    """A sampled token. Its text is empty if it ends inside a character: a later token has the whole
-    character.
+    """A token of a text. Its text is empty if it ends inside a character: the token that completes
+    the character has all of it.
     """
     id: int
     text: str
-    # Natural logarithm of its probability under the model itself, at temperature 1.
-    logprob: float | None = None
-    # The most likely tokens in its place, without alternatives of their own.
-    top_logprobs: tuple["Token", ...] = ()
+    logprob: float | None = None # the natural logarithm of its probability, at temperature 1
+    top_logprobs: tuple["Token", ...] = () # the most likely tokens in its place
 
 
 class Piece(NamedTuple):
     """New text of a sample that no stop text can take back, and how likely the model found it."""
     text: str
-    # The log-probability of the token that the text is from, with those that began its first character.
+    # of the token that the text is from, together with the tokens that began its first character
     logprob: float | None = None
 
 
@@ -241,14 +274,15 @@ class Sample:
     index: int # its number in the run, from 0
     prompt: Prompt
     prompt_ids: list[int]
-    already_saved: bool = False # out_file holds it already: it is not shown or saved again
+    already_saved: bool = False # out_file has it, so it is not generated, shown or saved again
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None # "length" or "stop"
     text: str = field(init=False) # the continuation, without the stop text and the text after it
 
     def __repr__(self) -> str:
-        return (f"{type(self).__name__}(index={self.index}, prompt={self.prompt.text!r:.60}, text={self.text!r:.60}, "
-                f"num_tokens={self.num_tokens}, finish_reason={self.finish_reason!r}, "
+        return (f"Sample(index={self.index}, prompt={self.prompt.text!r:.60}, "
+                f"text={self.text!r:.60}, num_tokens={self.num_tokens}, "
+                f"finish_reason={self.finish_reason!r}, "
                 f"cumulative_logprob={self.cumulative_logprob})")
 
     @property
@@ -267,22 +301,36 @@ class Sample:
         return None if None in logprobs else sum(logprobs)
 
 
-# As a field, dataclasses.asdict and tables of pandas have it; as a property, it follows the tokens.
+# As a field, dataclasses.asdict and tables of pandas have it. As a property, it follows the tokens.
 Sample.text = property(lambda sample: "".join(token.text for token in sample.tokens))
 
 
-@dataclass(eq=False, repr=False)
-class Score(Sample):
-    """How likely the model finds a text, which is the prompt. Its tokens are those of the text, as
-    many as were asked for; the first one has no logprob, because nothing comes before it.
-    prompt_ids is empty.
-    """
-    ids: list[int] = field(default_factory=list) # of the text
+@dataclass(eq=False)
+class Score:
+    """How likely the model finds a text. Until all of the text is scored, finish_reason is None."""
+    prompt_ids: ClassVar[list[int]] = [] # no token comes before the text
+    index: int # its number in the run, from 0
+    prompt: Prompt # the text
+    ids: list[int] # of the text
+    already_saved: bool = False # out_file has it, so it is not scored, shown or saved again
+    # Those of the text, as many as were asked for. The first one has no logprob: none comes before.
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str | None = None # "length"
     num_tokens: int = 0 # that were scored: all but the first
     num_bytes: int = 0 # of these tokens, in UTF-8
     cumulative_logprob: float = 0.0
 
+    def __repr__(self) -> str:
+        return (f"Score(index={self.index}, prompt={self.prompt.text!r:.60}, "
+                f"num_tokens={self.num_tokens}, num_bytes={self.num_bytes}, "
+                f"cumulative_logprob={self.cumulative_logprob})")
+
     @property
     def nats_per_token(self) -> float:
         """The loss of a training on this text; NaN for a text of a single token."""
-        return 0.0 - self.cumulative_logprob / self.num_tokens if self.num_tokens else math.nan
+        if not self.num_tokens:
+            return math.nan
+        return 0.0 - self.cumulative_logprob / self.num_tokens
+
+
+Result = Sample | Score # what comes of a prompt

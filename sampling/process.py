@@ -76,15 +76,6 @@ def expand_home(path: str | None) -> str | None:
     return os.path.expanduser(path) if path and not os.path.lexists(path) else path
 
 
-def expand_paths(settings: dict) -> dict:
-    """Replace the settings that are paths by their expanded forms; start has its own: see
-    parse_start.
-    """
-    for name in "init_from", "out_dir", "model_file", "tokenizer", "out_file", "html_file":
-        settings[name] = expand_home(settings[name])
-    return settings
-
-
 @contextmanager
 def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]]:
     """Put folders first on sys.path inside this block. No module of this package, nor one of this
@@ -163,7 +154,8 @@ def cores_are_busy() -> bool:
             num_running.append(int(loadavg.split()[3].split("/")[0]))
     except (OSError, ValueError, IndexError): # not Linux
         return False
-    # This thread is not counted. The lowest number counts, because some threads run only for an instant.
+    # This thread is not counted. The lowest number counts, because some threads run only for an
+    # instant.
     num_others = min(num_running) - 1
     return num_others >= (os.cpu_count() or 1) / 2
 

@@ -2,16 +2,16 @@
 import math
 from types import SimpleNamespace
 
+from project import SCRIPT
+from sampling.configurator import find_settings
 from sampling.outputs import html
 from sampling.outputs.jsonl import Run
 from sampling.params import Prompt, Sample, Token
 
 CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100, "val_loss": 1.5}
 RUN = {"seed": 1, "temperature": 0.8, "stop": []}
-SETTINGS = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
-                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, score=False,
-                tokenizer=None, out_file=None, logprobs=None, html_file=None, overwrite=False, watch=False,
-                show_probs=False)
+DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
+SETTINGS = DEFAULTS | dict(start="O", num_samples=2, max_new_tokens=9, top_k=None, seed=1)
 PROBABILITIES = [0.9, 0.3, 0.15, 0.07, 0.03, 0.015, 0.002] # one for each background colour
 HOSTILE = ("</script><script>hacked=1</script><!--<script> ]]>'\"></p></article>"
            "<img src=//evil.test/x onerror=hacked=1><svg onload=hacked=1>&lt;{{text}} <!-- split here -->"

@@ -7,8 +7,7 @@ import pytest
 
 from project import SCRIPT
 from sampling.configurator import find_settings
-from sampling.outputs.outputs import choose_params
-from sampling.params import Prompt, Sample, SamplingParams, Score, Token, check_settings
+from sampling.params import Prompt, Sample, SamplingParams, Score, Token, check_settings, choose_params
 
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
 VALID = [ # the ends of each range, and what means "off"
@@ -108,4 +107,5 @@ def test_the_repr_of_a_sample_is_short_and_has_its_text():
     text = repr(sample)
     assert text.startswith("Sample(index=3, prompt='Once Once ") and ", text='abab" in text and len(text) < 300
     assert text.endswith("num_tokens=500, finish_reason='length', cumulative_logprob=-250.0)")
-    assert repr(Score(0, Prompt("a"), [], num_tokens=7)).startswith("Score(index=0, prompt='a', text='', num_tokens=7,")
+    score = repr(Score(0, Prompt("a"), [], num_tokens=7))
+    assert score.startswith("Score(index=0, prompt='a', num_tokens=7, num_bytes=0,")

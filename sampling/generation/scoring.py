@@ -18,8 +18,7 @@ from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Piece, SamplingParams, Score, ScoringParams
 
 logger = logging.getLogger(__name__)
-# The tokens of the windows that are computed at once: with GPT-2's vocabulary, a gigabyte of
-# logits.
+# Of the windows that are computed at once: with GPT-2's vocabulary, their logits take a gigabyte.
 MAX_BATCH_TOKENS = 2048
 
 
@@ -27,46 +26,46 @@ class Window(NamedTuple):
     """Neighbouring tokens of a text, which the model reads at once."""
     score: Score
     ids: list[int] # T
-    next_ids: list[int] # after each of them; at the end of the text, one fewer
-    num_done: int # how many of these the window before has scored
-    is_first: bool
-    is_last: bool
+    num_done: int # after so many of them, the next token is scored already, by the window before
+    next_ids: list[int] # n: the tokens to score
 
 
 def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
                 params: ScoringParams,
                 batch_size: int | None = None) -> Iterator[tuple[Score, list[Piece]]]:
-    """Score the texts that are not saved already. Yields them in order, each after each of its
-    windows, with its new pieces. batch_size: of windows, at most. Raises ValueError if logits were
-    NaN or infinite.
+    """Score the texts that are not saved already, in order. After each window, yield its text with
+    the new pieces. batch_size: the highest number of windows to compute at once.
+    Raises ValueError if logits are NaN or infinite.
     """
     new = (score for score in scores if not score.already_saved)
-    most = batch_size or backend.max_rows
-    for batch in batches(windows(new, backend.config.block_size), most):
+    max_windows = batch_size or backend.max_rows
+    for batch in batches(windows(new, backend.config.block_size), max_windows):
         with backend.inference():
             results = score_windows(backend, batch, params.num_logprobs)
-        for window, (logprobs, top, top_ids) in zip(batch, results, strict=True):
+        for window, result in zip(batch, results, strict=True):
             score = window.score
-            if window.is_first:
+            if score.num_tokens == 0: # this is its first window
                 detokenizer = start_detokenizer(score, tokenizer, params.max_tokens)
+            logprobs = result[0]
             score.num_tokens += len(logprobs)
             score.cumulative_logprob += sum(logprobs)
-            steps = zip(window.next_ids[window.num_done:], logprobs, top, top_ids, strict=True)
-            for step in islice(steps, max(0, params.max_tokens - len(score.tokens))):
+            num_kept = max(0, params.max_tokens - len(score.tokens))
+            for step in islice(zip(window.next_ids, *result, strict=True), num_kept):
                 detokenizer.append(*step)
-            score.finish_reason = "length" if window.is_last else None
+            is_complete = score.num_tokens == len(score.ids) - 1
+            score.finish_reason = "length" if is_complete else None
             yield score, detokenizer.take_pieces()
 
 
 def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> Detokenizer:
-    """What makes the tokens of a text, at most max_tokens. It has the first one already, which is
-    not scored.
+    """A detokenizer for at most max_tokens of a text. It has the first token, which is not scored.
     """
+    length = len(score.ids)
     score.num_bytes = tokenizer.num_bytes(score.ids) - tokenizer.num_bytes(score.ids[:1])
-    if 0 < max_tokens < len(score.ids):
-        logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first "
-                    f"{max_tokens} are saved or shown")
-    params = SamplingParams(max_new_tokens=min(len(score.ids), max_tokens))
+    if 0 < max_tokens < length:
+        logger.info(f"a text has {length} tokens: all are scored, but only the first {max_tokens} "
+                    "are saved or shown")
+    params = SamplingParams(max_new_tokens=min(length, max_tokens))
     detokenizer = Detokenizer(score, tokenizer, params)
     if max_tokens:
         detokenizer.append(score.ids[0])
@@ -74,49 +73,46 @@ def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> De
 
 
 def windows(scores: Iterable[Score], block_size: int) -> Iterator[Window]:
-    """The windows of each text. They advance by half a window, so that at least block_size / 2
-    tokens come before each token that is scored, if there are so many.
+    """The windows of each text. They advance by half a window, so each token is scored after at
+    least block_size / 2 tokens, unless the text has fewer before it.
     """
     half = max(1, block_size // 2)
     for score in scores:
-        for start in range(0, max(1, len(score.ids) - 1 - block_size + half), half):
+        ids = score.ids
+        for start in range(0, max(1, len(ids) - 1 - block_size + half), half):
             end = start + block_size
-            num_done = 0
-            if start:
-                num_done = block_size - half
-            yield Window(score, score.ids[start:end], score.ids[start + 1:end + 1], num_done,
-                         is_first=start == 0, is_last=end >= len(score.ids) - 1)
+            num_done = block_size - half if start else 0
+            yield Window(score, ids[start:end], num_done, ids[start + num_done + 1:end + 1])
 
 
-def batches(all_windows: Iterator[Window], most: int) -> Iterator[list[Window]]:
-    """Divide the windows, in order, into those that are computed at once, at most so many."""
-    while waiting := list(islice(all_windows, most)):
-        size = max(1, MAX_BATCH_TOKENS // max(len(window.ids) for window in waiting))
-        yield from (waiting[i:i + size] for i in range(0, len(waiting), size))
+def batches(all_windows: Iterator[Window], max_windows: int) -> Iterator[list[Window]]:
+    """Divide the windows, in order, into those that are computed at once."""
+    while waiting := list(islice(all_windows, max_windows)):
+        longest = max(len(window.ids) for window in waiting)
+        size = max(1, MAX_BATCH_TOKENS // longest)
+        for start in range(0, len(waiting), size):
+            yield waiting[start:start + size]
 
 
 def score_windows(backend: Backend, batch: list[Window],
                   num_top: int) -> list[tuple[list, list, list]]:
-    """For each window: the log-probabilities of the n tokens that it scores, and those and the ids
-    of the k = num_top most likely tokens in their places.
+    """For each window: the log-probabilities of the n tokens that it scores, and in the place of
+    each the log-probabilities and the ids of the k = num_top most likely tokens.
     """
     # Shorter windows are padded at their ends: no token sees what follows it.
-    # (B, T)
     rows = [torch.tensor(window.ids) for window in batch]
-    ids = pad_sequence(rows, batch_first=True).to(backend.device)
-    skipped = min(window.num_done for window in batch) # of these positions, no logits are needed
-    # (B, T - skipped, V)
-    logits = backend.text_logits(ids, ids.size(1) - skipped).unflatten(0, (len(batch), -1))
+    ids = pad_sequence(rows, batch_first=True).to(backend.device) # (B, T)
+    skipped = min(window.num_done for window in batch) # these positions need no logits
+    flat = backend.text_logits(ids, ids.size(1) - skipped)
+    logits = flat.unflatten(0, (len(batch), -1)) # (B, T - skipped, V)
     results = []
-    for window, rows in zip(batch, logits, strict=True):
-        # (n,)
-        next_ids = window.next_ids[window.num_done:]
-        next_ids = torch.tensor(next_ids, dtype=torch.long, device=ids.device)
+    for window, row in zip(batch, logits, strict=True):
+        next_ids = torch.tensor(window.next_ids, dtype=torch.long, device=ids.device) # (n,)
         first = window.num_done - skipped
-        logprobs = rows[first:first + len(next_ids)].float().log_softmax(dim=-1) # (n, V)
-        of_tokens = logprobs.gather(1, next_ids[:, None])[:, 0]
-        top = logprobs.topk(min(num_top, logprobs.size(1)))
-        if not of_tokens.isfinite().all():
+        all_logprobs = row[first:first + len(next_ids)].float().log_softmax(dim=-1) # (n, V)
+        logprobs = all_logprobs.gather(1, next_ids[:, None])[:, 0] # (n,)
+        top = all_logprobs.topk(min(num_top, all_logprobs.size(1))) # (n, k)
+        if not logprobs.isfinite().all():
             raise ValueError(NOT_FINITE)
-        results.append((of_tokens.tolist(), top.values.tolist(), top.indices.tolist()))
+        results.append((logprobs.tolist(), top.values.tolist(), top.indices.tolist()))
     return results

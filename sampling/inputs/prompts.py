@@ -12,16 +12,12 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import RULES, Prompt, Sample, Score
+from sampling.params import RESULT_FIELDS, RULES, Prompt, Result, Sample, Score
 from sampling.process import expand_home, system_interrupts
 
 logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
 FILE_KINDS = "FILE", *MULTI_KINDS
-# The fields of a line in out_file, besides "prompt" and "id".
-RESULT_FIELDS = frozenset([
-    "version", "index", "prompt_index", "sample_index", "text", "num_tokens", "num_bytes",
-    "finish_reason", "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
 MAX_LENGTH = 2**27 # characters of a prompt: 128 MB of English, hours for any model to score
 
 
@@ -61,7 +57,7 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
 
 
 def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
-                 first_index: int = 0, is_score: bool = False) -> Iterator[Sample]:
+                 first_index: int = 0, is_score: bool = False) -> Iterator[Result]:
     """Yield num_samples empty samples for each prompt, or empty scores.
 
     A prompt is encoded when its first sample is needed. But a list is searched at once for
@@ -74,7 +70,7 @@ def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: i
         ids = encode(prompt, tokenizer)
         for _ in range(num_samples):
             if is_score:
-                yield Score(index, prompt, [], ids=ids)
+                yield Score(index, prompt, ids)
             else:
                 yield Sample(index, prompt, ids)
             index += 1

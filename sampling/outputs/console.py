@@ -53,9 +53,7 @@ def setup_console(owns_process: bool = True) -> None:
     package.addHandler(_console) # once, however often this is called
     package.setLevel(logging.ERROR if rank() else logging.INFO)
     package.propagate = False
-    process.owns_process = owns_process
-    _console.rank = rank()
-    _console.bar = None
+    process.owns_process, _console.rank, _console.bar = owns_process, rank(), None
     before_exit.clear() # of a run that ended in an internal error
     for number in process.END_SIGNALS if owns_process else ():
         # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch
@@ -64,7 +62,7 @@ def setup_console(owns_process: bool = True) -> None:
             signal.signal(number, end_by_signal)
     # A notebook has another stream, which takes all characters.
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # In UTF-8, only lone surrogates are replaced.
+        # In which only lone surrogates are replaced.
         encoding = None if is_tty(sys.stdout) else "utf-8"
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
         # A parent may have made it non-blocking: then a full pipe loses text.
@@ -72,15 +70,15 @@ def setup_console(owns_process: bool = True) -> None:
             os.set_blocking(sys.stdout.fileno(), True)
 
 
-def start_progress_bar(shows_text: bool = True) -> Any:
-    """Return a tqdm of tokens, if standard error is a terminal and standard output none that text
-    appears on; otherwise None. shows_text: whether parts of a line are printed. Whole lines do not
-    disturb the bar.
+def start_progress_bar(beside_text: bool = False) -> Any:
+    """Return a tqdm of tokens, or None if standard error is no terminal. beside_text: the terminal
+    shows parts of a line, which a bar would disturb, so there is none.
     """
-    if (shows_text and is_tty(sys.stdout)) or not is_tty(sys.stderr):
+    if beside_text or not is_tty(sys.stderr):
         return None
     from tqdm import tqdm
-    _console.bar = tqdm(unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1, leave=False)
+    _console.bar = tqdm(unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1,
+                        leave=False)
     return _console.bar
 
 

@@ -1,7 +1,8 @@
 """Makes the page of samples from lines of JSON. It shows how likely each token was, and which
 others were likely.
 
-    python sampling/outputs/html.py samples.jsonl [more.jsonl ...] page.html (once installed: nanogpt-compare ...)
+    python sampling/outputs/html.py samples.jsonl [more.jsonl ...] page.html
+    (once installed: nanogpt-compare ...)
 
 Samples of the same prompt and index stand side by side if they are from several runs: other
 settings, or another checkpoint. The template page.html has three parts: the beginning, one sample,
@@ -10,88 +11,97 @@ the end.
 import os
 import sys
 
-# It runs as a file: this folder has a html.py, which is not the standard library's.
-if not __package__:
+if not __package__: # it runs as a file: this folder has a html.py, not the standard library's
     sys.path[0] = os.path.realpath(f"{__file__}/../../..")
-import base64
-import hashlib
 import html
+import itertools
 import json
 import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
-from sampling.outputs.jsonl import PAGE, SCORE_FIELDS, read_records
+from sampling.outputs.jsonl import PAGE, SCORE_FIELDS, Record, read_records
 from sampling.outputs.printer import summary
-from sampling.params import Prompt, Score
+from sampling.params import NUM_ALTERNATIVES
 
 # Not __name__: this file is also run as a script.
 logger = logging.getLogger("sampling.outputs.html")
-NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
-# Prompt, index -> number of a run -> file, position in it.
-Rows = dict[tuple[str, int], dict[int, tuple[str, int]]]
+NO_LABEL = "file", "checkpoint" # what names itself
+Places = dict[int, tuple[str, int]] # number of a run -> file, position in it
+Infos = list[dict[str, str]] # what the page shows about each run
 
 
-def find_samples(files: list[str]) -> tuple[Rows, list[dict[str, Any]]]:
-    """Find the samples in some files. Returns where they are, and what the page shows about each
-    run.
+def find_samples(files: list[str]) -> tuple[dict[tuple[str, int], Places], Infos]:
+    """Find the samples in some files: the places of those of each prompt and index, and their runs.
     """
-    rows: Rows = {}
-    names = dict(zip(files, short_names(list(map(os.path.abspath, files))), strict=True))
-    runs: dict[str, tuple[int, dict[str, Any]]] = {}
-    for file in files:
+    rows: dict[tuple[str, int], Places] = {}
+    infos: Infos = []
+    runs: dict[str, int] = {}
+    names = short_names([os.path.abspath(file) for file in files])
+    for file, name in zip(files, names, strict=True):
         for _, start, _, record in read_records(file):
             checkpoint = record["checkpoint"]
             loss = checkpoint.get("val_loss")
-            settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
-            info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"),
-                    "validation loss": f"{loss:.4f}" if isinstance(loss, float) else loss, **settings}
-            if len(files) > 1:
-                info = {"file": names[file], **info}
-            key = json.dumps([checkpoint.get("crc32"), info])
-            run, _ = runs.setdefault(key, (len(runs), info))
+            info = {"file": name} if len(files) > 1 else {}
+            info["checkpoint"] = str(checkpoint.get("path"))
+            info["iteration"] = str(checkpoint.get("iter_num"))
+            info["validation loss"] = f"{loss:.4f}" if isinstance(loss, float) else str(loss)
+            for setting, value in record["settings"].items():
+                if setting != "logprobs":
+                    info[setting] = str(value)
+            run = runs.setdefault(json.dumps([checkpoint.get("crc32"), info]), len(runs))
+            if run == len(infos):
+                infos.append(info)
             rows.setdefault((record["prompt"], record["index"]), {})[run] = file, start
-    return rows, [info for _, info in runs.values()]
+    return rows, infos
 
 
-def write_page(path: str | os.PathLike, files: list[str]) -> int:
+def describe_runs(infos: Infos) -> tuple[dict[str, str], list[str]]:
+    """The table of all settings, and a label for each run, which says what differs."""
+    table = {}
+    labels: list[list[str]] = [[] for _ in infos]
+    for name in dict.fromkeys(itertools.chain.from_iterable(infos)):
+        values = [info.get(name, "None") for info in infos]
+        table[name] = " · ".join(values if len(set(values)) > 1 else values[:1])
+        if name == "checkpoint":
+            values = short_names(values)
+        if len(set(values)) > 1:
+            for label, info, value in zip(labels, infos, values, strict=True):
+                if name in info:
+                    label.append(value if name in NO_LABEL else f"{name} {value}")
+    return table, list(map(", ".join, labels))
+
+
+def write_page(path: str, files: list[str]) -> int:
     """Write the page of the samples in some files, and return how many there are."""
     rows, infos = find_samples(files)
     if not rows:
         raise ValueError(f"{path} is not written, because there is no sample to show")
-    values = {name: [info.get(name) for info in infos] for name in dict.fromkeys(chain.from_iterable(infos))}
-    models = short_names(values["checkpoint"])
-    shown = {**values, "checkpoint": models}
-    differing = [name for name in shown if shown[name] != shown[name][:1] * len(infos)]
-    labels = [", ".join(shown[name][run] if name in ("file", "checkpoint") else f"{name} {info[name]}"
-                        for name in differing if name in info) for run, info in enumerate(infos)]
-    texts = {name: list(map(str, values[name])) for name in values}
-    settings = {name: " · ".join(of_runs if len(set(of_runs)) > 1 else of_runs[:1]) for name, of_runs in texts.items()}
-    noun = "scores" if "score" in infos[0] else "samples"
-    kind = noun.capitalize() if len(infos) == 1 else f"Comparison of {noun}"
+    table, labels = describe_runs(infos)
+    settings = [f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in table.items()]
+    models = ", ".join(dict.fromkeys(short_names([info["checkpoint"] for info in infos])))
+    kind = "scores" if "score" in infos[0] else "samples"
+    title = f"{kind.capitalize()} from {models:.200}"
+    layout = ""
+    if len(infos) > 1:
+        title = f"Comparison of {kind} from {models:.200}"
+        layout = "side-by-side"
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
-    contents = {name: head.partition(f"<{name}>")[2].partition(f"</{name}>")[0] for name in ("style", "script")}
-    # The Content-Security-Policy allows the style and the script with these hashes, and no others.
-    hashes = {name: "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-              for name, content in contents.items()}
     path = os.path.realpath(path) # a link stays
     temporary = f"{path}.{os.getpid()}.part"
     with name_write_errors(path):
         try:
             with open(temporary, "w", encoding="utf-8", newline="\n") as page:
-                page.write(fill(head, title=escape(f"{kind} from {', '.join(dict.fromkeys(models)):.200}"), **hashes,
-                                settings="\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>"
-                                                   for name, text in settings.items()),
-                                layout="side-by-side" if len(infos) > 1 else ""))
-                page.writelines(section_html(article, places, labels) for places in rows.values())
+                page.write(fill(head, title=escape(title), settings="\n".join(settings),
+                                layout=layout))
+                for places in rows.values():
+                    page.write(section_html(article, places, labels))
                 page.write(tail)
             os.replace(temporary, path)
         finally:
@@ -100,7 +110,7 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
     return sum(map(len, rows.values()))
 
 
-def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: list[str]) -> str:
+def section_html(template: str, places: Places, labels: list[str]) -> str:
     """HTML for the samples of one prompt and index: one article, or if there are several runs, one
     for each label.
     """
@@ -110,68 +120,71 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
             file.seek(start)
             records[run] = json.loads(file.readline())
     record = next(iter(records.values())) # all have the same index, id and prompt
-    index = record["index"]
-    prompt_id = record.get("id")
     is_score = "score" in record["settings"]
-    id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
-    title = f"{'Text' if is_score else 'Sample'} {index}"
-    heading = escape(title if prompt_id is None else f"{title}, id {id_text}")
-    # A text that is scored contains it.
+    name = f"{'Text' if is_score else 'Sample'} {record['index']}"
+    heading = name
+    prompt_id = record.get("id")
+    if prompt_id is not None:
+        if not isinstance(prompt_id, str):
+            prompt_id = json.dumps(prompt_id, ensure_ascii=False)
+        heading = escape(f"{name}, id {prompt_id}")
+    # The text of a score contains its prompt.
     prompt = "" if is_score else f"<b>{escape(record['prompt'])}</b>"
+    name = name.lower()
     if len(labels) == 1:
-        return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=title.lower(),
-                    **article_values(record))
+        return fill(template, number=str(record["index"]), tag="h2", heading=heading, prompt=prompt,
+                    label=name, **article_values(record))
     articles = []
     for run, label in enumerate(labels):
-        if run not in records: # its place stays empty, so that columns line up
-            articles.append("<div></div>")
-            continue
-        record = records[run]
-        label = escape(label or f"run {run}")
-        articles.append(fill(template, number=f"{index}-{run}", tag="h3", heading=label, prompt="",
-                             label=f"{title.lower()}, {label}", **article_values(record)))
+        article = "<div></div>" # the place of a missing sample stays empty: columns line up
+        if run in records:
+            label = escape(label or f"run {run}")
+            article = fill(template, number=f"{record['index']}-{run}", tag="h3", heading=label,
+                           prompt="", label=f"{name}, {label}", **article_values(records[run]))
+        articles.append(article)
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
             f'<div class="runs">\n{"".join(articles)}</div></section>\n')
 
 
-def article_values(record: Mapping[str, Any]) -> dict[str, str]:
-    """The values in an article that come from a record. Raises ValueError if a field is missing or
-    of another type.
+def article_values(record: Record) -> dict[str, str]:
+    """The values in an article that come from a record.
+    Raises ValueError if a field is missing or of another type.
     """
     try:
-        tokens = record.get("logprobs", {"content": []})["content"]
+        tokens = record["logprobs"]["content"] if "logprobs" in record else []
         if "score" in record["settings"]:
             text = "".join(token["token"] for token in tokens) or record["prompt"]
-            finish = summary(Score(0, Prompt(text), [], **{name: record[name] for name in SCORE_FIELDS}))
+            finish = summary(*(record[name] for name in SCORE_FIELDS))
         else:
             text = record["text"]
-            reason = FINISH_REASONS[record["finish_reason"]]
-            finish = f"{plural(record['num_tokens'], 'token')}, {reason}"
-            if num_tokens := record["num_tokens"]:
+            num_tokens = record["num_tokens"]
+            finish = f"{plural(num_tokens, 'token')}, {FINISH_REASONS[record['finish_reason']]}"
+            if num_tokens:
                 mean = math.exp(record["cumulative_logprob"] / num_tokens)
                 finish += f", geometric mean probability {100 * mean:.3g}%"
-        return {"text": escape(text), "finish": escape(finish), "data": token_data(tokens) if tokens else ""}
+        data = token_data(tokens) if tokens else ""
+        return {"text": escape(text), "finish": escape(finish), "data": data}
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"sample {record['index']} lacks a field, or has a wrong one ({error!r:.100}): "
-                         "sample.py did not write it") from None
+        raise ValueError(f"sample {record['index']} lacks a field, or has a wrong one "
+                         f"({error!r:.100}): sample.py did not write it") from None
 
 
-def token_data(tokens: list[Mapping[str, Any]]) -> str:
+def token_data(tokens: list[Mapping]) -> str:
     """JSON for the page's script: [length, surprisal, text, surprisal, text, surprisal ...] for
     each token.
 
     The first surprisal is that of the token, the others are those of the most likely tokens. A
-    token that ends inside a character has length 0; the token that completes it has all of it.
+    token that ends inside a character has length 0: the token that completes it has all of it.
     """
     data = []
     for token in tokens:
-        # As JavaScript counts.
-        length = len(token["token"].encode("utf-16-le", "surrogatepass")) // 2
+        length = len(token["token"].encode("utf-16-le", "surrogatepass")) // 2 # as in JavaScript
         entry = [length, surprisal(token.get("logprob"))]
         for top in token.get("top_logprobs", [])[:NUM_ALTERNATIVES]:
             entry += [clean(top["token"]), surprisal(top["logprob"])]
         data.append(entry)
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", r"\u003c")
 
 
 def fill(template: str, **values: str) -> str:
@@ -179,21 +192,24 @@ def fill(template: str, **values: str) -> str:
     return re.sub(r"{{(\w+)}}", lambda match: values[match[1]], template)
 
 
-def short_names(paths: Sequence[str | None]) -> list[str]:
+def short_names(paths: Sequence[str]) -> list[str]:
     """Names for the paths of files or models: the last parts of each, as few as tell them apart,
     without ckpt.pt.
     """
-    parts = [[part for part in Path(str(path or "")).parts if part not in ("/", "..", "ckpt.pt")] for path in paths]
-    for count in range(1, 2 + max(map(len, parts), default=0)):
-        names = ["/".join(last[-count:]) or "a model" for last in parts]
-        if len(set(names)) == len(set(map(tuple, parts))):
-            break
-    return names
+    names = []
+    for path in paths:
+        parts = [part for part in Path(path).parts if part not in ("/", "..", "ckpt.pt")]
+        names.append("/".join(parts) or "a model")
+    for count in itertools.count(1):
+        short = ["/".join(name.split("/")[-count:]) for name in names]
+        if len(set(short)) == len(set(names)):
+            return short
 
 
 def clean(text: str) -> str:
     """The text with replacements for what HTML cannot hold: lone surrogates and NUL."""
-    return text.encode("utf-8", errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+    text = text.encode("utf-8", errors="replace").decode()
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def escape(text: str) -> str:
@@ -204,24 +220,31 @@ def surprisal(logprob: float | None) -> int | None:
     """The negated log-probability in whole thousandths, which is short and keeps three digits of
     the probability.
     """
-    # min in this order also handles NaN.
-    return None if logprob is None else round(min(99999, -1000 * logprob))
+    if logprob is None:
+        return None
+    return round(min(99999, -1000 * logprob)) # in this order, min turns NaN into 99999, too
 
 
 @report_user_errors()
 def command() -> None:
     setup_console()
-    usage = "give one or more files of samples, and the page: samples.jsonl [more.jsonl ...] page.html"
+    usage = ("give one or more files of samples, and the page: samples.jsonl [more.jsonl ...] "
+             "page.html")
     if {"-h", "--help"} & {*sys.argv[1:]}:
-        return print(f"{__doc__.partition(chr(10))[0]}\n{usage}")
+        summary_line = __doc__.partition("\n\n")[0].replace("\n", " ")
+        print(f"{summary_line}\n{usage}")
+        return
     *paths, page = sys.argv[1:] or [""]
     if not paths or page == "-":
         raise ValueError(usage)
     for path in paths:
         if not os.path.isfile(path):
             raise ValueError(f"there is no file {path!r:.200}")
-    if os.path.exists(page) and not (os.path.isfile(page) and PAGE.match(Path(page).read_bytes()[:200])):
-        raise ValueError(f"{page} is not a page of samples, so it is not replaced: the last name is that of the page")
+    if os.path.exists(page):
+        is_page = os.path.isfile(page) and PAGE.match(Path(page).read_bytes()[:200])
+        if not is_page:
+            raise ValueError(f"{page} is not a page of samples, so it is not replaced: the last "
+                             "name is that of the page")
     logger.info(f"{page}: {plural(write_page(page, paths), 'sample')}")
 
 

@@ -5,22 +5,35 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, parse_start
+from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.outputs.console import name_write_errors, plural
-from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
+from sampling.params import (
+    RESULT_FIELDS,
+    SAMPLING_SETTINGS,
+    Result,
+    Sample,
+    Score,
+    Settings,
+    Token,
+    as_list,
+)
 
 logger = logging.getLogger(__name__)
+Record = dict[str, Any] # a line
 VERSION = 5 # of the fields of a line
+CHECKSUM = "the checkpoint's checksum"
+# The type of each field that every line has.
+FIELD_TYPES = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
 SAMPLE_FIELDS = "text", "num_tokens", "finish_reason", "cumulative_logprob"
-# Not None, so that the lines of several runs are one table.
-OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
-# Some readers take them for the end of a line.
+# The values of settings that are None: a field has the same type in the lines of all runs.
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# Some readers take these characters for the end of a line.
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"}
 
 # How the files begin that sample.py writes.
@@ -31,61 +44,65 @@ PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py"
 
 @dataclass
 class Run:
-    """What decides the samples of a model. Turns them into lines, and recognises the lines of the
+    """What decides the samples of a model. Makes lines of them, and recognises the lines of the
     same run.
     """
-    checkpoint_id: dict[str, Any] # "path", "crc32", "iter_num" and "val_loss"
-    # With logprobs, only if lines have them: then all lines of a file have the same fields.
-    settings: dict[str, Any]
+    checkpoint_id: Record # "path", "crc32", "iter_num" and "val_loss"
+    settings: Record # as run_settings returns them
 
-    def line(self, sample: Sample) -> bytes:
-        fields = SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS
-        results = {name: getattr(sample, name) for name in fields}
-        results["cumulative_logprob"] = round_sum(sample)
-        if (num_top := self.settings.get("logprobs")) is not None and sample.tokens:
-            results["logprobs"] = {"content": [ # as in OpenAI's chat completions, with ids
-                filled({**token_fields(token), "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))})
-                for token in sample.tokens]}
-        if "seed" in self.settings: # not for scores
-            results["seed"] = self.settings["seed"]
-        text = json.dumps({**self.first_fields(sample), **results, "checkpoint": filled(self.checkpoint_id),
-                           "settings": self.settings}, ensure_ascii=False)
-        # A lone surrogate becomes an escape, because UTF-8 has none.
-        return text.translate(SEPARATORS).encode("utf-8", errors="backslashreplace") + b"\n"
+    def line(self, sample: Result) -> bytes:
+        record = self.first_fields(sample)
+        for name in SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS:
+            record[name] = getattr(sample, name)
+        record["cumulative_logprob"] = rounded_sum(sample)
+        num_top = self.settings.get("logprobs")
+        if num_top is not None and sample.tokens: # in the form of OpenAI's chat completions
+            content = [token_fields(token, num_top) for token in sample.tokens]
+            record["logprobs"] = {"content": content}
+        if "seed" in self.settings: # scores have none
+            record["seed"] = self.settings["seed"]
+        record["checkpoint"] = filled(self.checkpoint_id)
+        record["settings"] = self.settings
+        text = json.dumps(record, ensure_ascii=False).translate(SEPARATORS)
+        # UTF-8 has no lone surrogates, so they become escapes.
+        return text.encode("utf-8", errors="backslashreplace") + b"\n"
 
-    def check(self, record: Mapping[str, Any], sample: Sample, where: str) -> None:
-        """Raise ValueError, with where and the difference, unless this is the record of this sample
-        of this run.
+    def check(self, record: Record, sample: Result, where: str) -> None:
+        """Raises ValueError, with where and the difference, unless this is the record of this
+        sample of this run.
         """
         first = self.first_fields(sample)
-        checksum = "the checkpoint's checksum"
-        saved = {name: value for name, value in record.items() if name in first or name not in RESULT_FIELDS}
-        check_equal({**record["settings"], checksum: record["checkpoint"].get("crc32"), **saved},
-                    {**self.settings, checksum: self.checkpoint_id["crc32"], **first}, where)
+        saved = record["settings"] | {CHECKSUM: record["checkpoint"].get("crc32")}
+        for name, value in record.items():
+            if name in first or name not in RESULT_FIELDS:
+                saved[name] = value
+        wanted = {**self.settings, CHECKSUM: self.checkpoint_id["crc32"], **first}
+        check_equal(saved, wanted, where)
 
-    def first_fields(self, sample: Sample) -> dict[str, Any]:
+    def first_fields(self, sample: Result) -> Record:
         prompt = sample.prompt
-        of_prompt = {}
-        if not isinstance(sample, Score):
-            of_prompt["prompt_index"], of_prompt["sample_index"] = divmod(
-                # Of one prompt, there may be more later.
-                sample.index, self.settings.get("num_samples", sys.maxsize))
-        prompt_id = {} if prompt.id is None else {"id": prompt.id}
-        return {"version": VERSION, "index": sample.index, **of_prompt, "prompt": prompt.text, **prompt_id,
-                **prompt.other_fields}
+        fields = {"version": VERSION, "index": sample.index}
+        if isinstance(sample, Sample):
+            # A single prompt may get more samples later.
+            num_samples = self.settings.get("num_samples", sys.maxsize)
+            fields["prompt_index"], fields["sample_index"] = divmod(sample.index, num_samples)
+        fields["prompt"] = prompt.text
+        if prompt.id is not None:
+            fields["id"] = prompt.id
+        return {**fields, **prompt.other_fields}
 
 
 class LinesFile:
-    """A file of lines, locked for this run. Unless is_ours (they are known to be of this run), the
-    first write replaces them.
+    """A file of lines, locked for this run. While it is not known that they are of this run
+    (is_ours), the first write replaces them.
     """
 
     def __init__(self, path: str):
         self.path = path
-        self.is_ours = False
         self.is_new = not os.path.exists(path) # a link may lead nowhere
         self.file = open_output(path)
-        self.end = 0 # how many bytes the file has, once is_ours
+        self.is_ours = False
+        self.end = 0 # how many bytes the file has, if is_ours
 
     @property
     def size(self) -> int:
@@ -94,60 +111,62 @@ class LinesFile:
         return os.path.getsize(self.path)
 
     def require_place(self) -> None:
-        """Raises ValueError if another program has moved, deleted or replaced the file. A copy of
-        it is made first.
+        """If another program has moved, deleted or replaced the file, save a copy of it beside its
+        place and raise ValueError.
         """
         if is_at(self.path, self.file):
             return
         path = self.path
         self.path = f"{path}.{os.getpid()}"
         with name_write_errors(self.path):
-            # This also works for a file without a name.
+            # This finds a file without a name, too.
             shutil.copyfile(f"/proc/self/fd/{self.file.fileno()}", self.path)
             self.file = open(self.path, "ab") # noqa: SIM115, as in open_output
-        raise ValueError(f"{path} was moved, deleted or replaced while this run wrote to it: its samples, if any, are "
-                         f"in {self.path}; rename that to {path}, and the same command goes on after them")
+        raise ValueError(f"{path} was moved, deleted or replaced while this run wrote to it: its "
+                         f"samples, if any, are in {self.path}; rename that to {path}, and the "
+                         "same command goes on after them")
 
-    def remove(self) -> None:
-        os.unlink(os.path.realpath(self.path)) # a link stays
-
-    def mark_saved(self, samples: Iterator[Sample], run: Run, watch: bool) -> Iterator[Sample]:
-        """Yield the samples. Those in the file are marked as already saved. watch: it may hold
-        several models. Raises ValueError, without changing the file, if it is from another run.
+    def mark_saved(self, samples: Iterator[Result], run: Run, watch: bool) -> Iterator[Result]:
+        """Yield the samples. Those in the file are marked as saved. watch: the file may also have
+        samples of other models.
+        Raises ValueError, without changing the file, if it is from another run.
         """
+        self.require_place()
         num_saved = 0
         end = 0
-        lacks_newline = False
-        self.require_place()
+        line = b"\n"
         for where, start, line, record in read_records(self.path):
             end = start + len(line)
-            lacks_newline = not line.endswith(b"\n")
-            # The line is of another model.
             if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]:
                 check_equal(record["settings"], run.settings, where)
-            elif sample := next(samples, None):
-                run.check(record, sample, where)
-                num_saved += 1
-                sample.already_saved = True
-                if isinstance(sample, Score): # for the sums of all texts
-                    sums = list(map(record.get, SCORE_FIELDS))
-                    if [type(value) for value in sums] != [int, int, float]:
-                        raise ValueError(f"{where}: its sums are not those that sample.py wrote")
-                    sample.num_tokens, sample.num_bytes, sample.cumulative_logprob = sums
-                yield sample
-            else:
-                raise ValueError(f"{where}, is one sample more than this run generates: give the file another name, or "
-                                 "replace it with --overwrite")
+                continue
+            sample = next(samples, None)
+            if sample is None:
+                raise ValueError(f"{where}, is one sample more than this run generates: give the "
+                                 "file another name, or replace it with --overwrite")
+            run.check(record, sample, where)
+            if isinstance(sample, Score): # its sums are needed for those of all texts
+                sums = [record.get(name) for name in SCORE_FIELDS]
+                if [*map(type, sums)] != [int, int, float]:
+                    raise ValueError(f"{where}: its sums are not those that sample.py wrote")
+                sample.num_tokens, sample.num_bytes, sample.cumulative_logprob = sums
+            sample.already_saved = True
+            num_saved += 1
+            yield sample
         self.file.truncate(end)
-        self.is_ours = True
         self.end = end
-        if lacks_newline:
+        self.is_ours = True
+        if not line.endswith(b"\n"):
             self.write(b"\n")
         first_new = next(samples, None)
         if num_saved:
-            saved = plural(num_saved, "text" if "score" in run.settings else "sample") + " of this checkpoint" * watch
-            logger.info(f"{self.path} holds {saved} already: resuming after them" if first_new
-                        else f"{self.path} is complete, with {saved}: nothing to do")
+            saved = plural(num_saved, "text" if "score" in run.settings else "sample")
+            if watch:
+                saved += " of this checkpoint"
+            if first_new:
+                logger.info(f"{self.path} holds {saved} already: resuming after them")
+            else:
+                logger.info(f"{self.path} is complete, with {saved}: nothing to do")
         if first_new:
             yield first_new
         yield from samples
@@ -156,110 +175,130 @@ class LinesFile:
         """Raises ValueError if another program has changed the file."""
         if self.size != self.end and self.is_ours:
             self.is_ours = False # no page is made of what is left
-            raise ValueError(f"another program changed {self.path} while this run wrote to it: see whether its lines "
-                             "are whole; the same command goes on after them")
+            raise ValueError(f"another program changed {self.path} while this run wrote to it: see "
+                             "whether its lines are whole; the same command goes on after them")
         with name_write_errors(self.path):
             if not self.is_ours:
                 self.file.truncate(0)
                 self.is_ours = True
             self.end += len(line)
-            while line: # once, unless the disk is full: Ctrl-C never finds half a line
+            # One call, unless the disk is full: Ctrl-C never leaves half a line.
+            while line:
                 line = line[os.write(self.file.fileno(), line):]
 
 
-def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError, with where and the first difference, unless the saved values are the wanted
-    ones.
-    """
+def check_equal(saved: Record, wanted: Record, where: str) -> None:
+    """Raises ValueError, with where and the first difference, unless the values are equal."""
     for name in dict.fromkeys([*wanted, *saved]):
-        if saved.get(name) != wanted.get(name):
-            raise ValueError(f"{where}, is from another run: {name} is {saved.get(name)!r:.100} there, and "
-                             f"{wanted.get(name)!r:.100} here; give the file another name, run with its "
-                             "settings, or replace it with --overwrite")
+        found = saved.get(name)
+        if found != wanted.get(name):
+            raise ValueError(f"{where}, is from another run: {name} is {found!r:.100} there, and "
+                             f"{wanted.get(name)!r:.100} here; give the file another name, run "
+                             "with its settings, or replace it with --overwrite")
 
 
-def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
-    """The settings that decide the text of a sample, and what is saved. Values with the same
+def run_settings(settings: Settings, device_type: str, dtype_name: str) -> Record:
+    """The settings that decide the text of a sample, and what is saved of it. Values with the same
     meaning become equal.
     """
-    names = [] if settings["score"] else [name for name in SAMPLING_SETTINGS if name != "draft"]
-    if names and parse_start(settings["start"])[0] not in MULTI_KINDS:
-        names.remove("num_samples") # a longer run of one prompt may continue the file
-    kept = {name: OFF.get(name) if settings[name] is None else settings[name] for name in [*names, "compile"]}
-    kept |= {name: settings[name] for name in ("tokenizer", "score") if settings[name]}
-    if names:
-        # Not a list, which would have no type if it is empty.
+    kept = {}
+    if not settings["score"]:
+        for name in SAMPLING_SETTINGS:
+            kept[name] = OFF.get(name) if settings[name] is None else settings[name]
+        del kept["draft"] # it changes no text
+        if parse_start(settings["start"])[0] not in MULTI_KINDS:
+            del kept["num_samples"] # a longer run of one prompt may continue the file
+        # The JSON is a text: an empty list would be of another type than a list of texts.
         kept["stop"] = json.dumps(as_list(kept["stop"]))
-    return filled({**kept, "device": device_type, "dtype": dtype_name, "logprobs": settings["logprobs"]})
+    kept["compile"] = settings["compile"]
+    kept["tokenizer"] = settings["tokenizer"]
+    if settings["score"]:
+        kept["score"] = True
+    kept["device"] = device_type
+    kept["dtype"] = dtype_name
+    kept["logprobs"] = settings["logprobs"]
+    return filled(kept)
 
 
-def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a value: None and an empty list are of another type than the field in
-    other lines.
+def filled(fields: Record) -> Record:
+    """The fields that have a value. None and an empty list are left out: their types are others
+    than those of the fields in other lines.
     """
     return {name: value for name, value in fields.items() if value not in (None, [])}
 
 
-def token_fields(token: Token) -> dict[str, Any]:
-    return {"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob)}
+def token_fields(token: Token, num_top: int = 0) -> Record:
+    return filled({"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob),
+                   "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))})
 
 
-def round_logprob(logprob: float | None) -> float | None:
-    """Round to three decimals, because further ones depend on which samples shared a batch."""
-    return None if logprob is None else round(logprob, 3) + 0.0 # never -0.0
+def round_logprob(logprob: float | None, num_digits: int = 3) -> float | None:
+    """Round to three decimals: further ones depend on which samples shared a batch."""
+    return None if logprob is None else round(logprob, num_digits) + 0.0 # never -0.0
 
 
-def round_sum(sample: Sample) -> float | None:
-    """The sum of the log-probabilities: of a short text with more decimals, as the mean is printed
-    with four.
-    """
+def rounded_sum(sample: Result) -> float | None:
     if isinstance(sample, Score):
-        return round(sample.cumulative_logprob, max(3, 6 - len(str(sample.num_tokens)))) + 0.0
+        return round_score(sample.cumulative_logprob, sample.num_tokens)
     return round_logprob(sample.cumulative_logprob)
 
 
-def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
-    """Yield the place of each line for messages, its position, the line and its record, but no
-    truncated last line. Raises ValueError if sample.py did not write a line, or if another version
-    did.
+def round_score(logprob: float, num_tokens: int) -> float:
+    """The sum over a short text keeps more decimals, because the mean is printed with four."""
+    return round_logprob(logprob, max(3, 6 - len(str(num_tokens))))
+
+
+def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:
+    """For each line, yield its place for messages, its position, the line and its record. A
+    truncated last line is left out.
+    Raises ValueError if sample.py did not write a line, or if another version did.
     """
-    types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
     start = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip(): # an editor may add a blank line
-                start += len(line)
-                continue
-            record = None
-            where = f"{path}, line {number}"
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            # Or zeros, after a crash.
-            is_cut = LINE_START.startswith(line[:len(LINE_START)]) or not line.strip(b"\0")
-            if record is None and not line.endswith(b"\n") and is_cut:
-                logger.info(f"{where} is truncated, so it is left out")
-                return
-            if not (isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
-                    and record["version"] == VERSION):
-                is_known = LINE_START_OF_ANY_VERSION.match(line)
-                who = "another version of sample.py" if is_known else "another program, or an editor,"
-                raise ValueError(f"{where}: {who} wrote it, so the file is neither used nor changed: remove the line, "
-                                 "give another file, or replace the whole file with --overwrite")
-            yield where, start, line, record
+            if line.strip(): # an editor may add a blank line
+                where = f"{path}, line {number}"
+                record = None
+                with suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+                if record is None and is_truncated(line):
+                    logger.info(f"{where} is truncated, so it is left out")
+                    return
+                if not is_record(record):
+                    who = "another program, or an editor,"
+                    if LINE_START_OF_ANY_VERSION.match(line):
+                        who = "another version of sample.py"
+                    raise ValueError(f"{where}: {who} wrote it, so the file is neither used nor "
+                                     "changed: remove the line, give another file, or replace the "
+                                     "whole file with --overwrite")
+                yield where, start, line, record
             start += len(line)
+
+
+def is_truncated(line: bytes) -> bool:
+    if line.endswith(b"\n"):
+        return False
+    is_start = LINE_START.startswith(line[:len(LINE_START)])
+    return is_start or not line.strip(b"\0") # a crash may leave zeros
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value has the fields of a line of this version."""
+    return (isinstance(value, dict) and value.get("version") == VERSION
+            and all(type(value.get(name)) is kind for name, kind in FIELD_TYPES.items()))
 
 
 # ---- files
 
-def open_output(path: str | os.PathLike) -> BinaryIO:
-    """Open a file for reading and appending, and lock it for this run. Its content stays. Raises
-    ValueError or OSError, which names it, if it cannot be used, if another run has locked it, or if
-    sample.py has not written it.
+def open_output(path: str) -> BinaryIO:
+    """Open a file for reading and appending, and lock it for this run. Its content stays.
+    Raises ValueError or OSError, which names the file, if it cannot be used, if another run has
+    locked it, or if sample.py has not written it.
     """
     with suppress(OSError): # there is no such file, or standard output is closed
         if os.path.samestat(os.stat(path), os.fstat(1)):
-            raise ValueError(f"{path} is where standard output goes: give another path; out_file=- prints the lines "
-                             "instead of the samples")
+            raise ValueError(f"{path} is where standard output goes: give another path; out_file=- "
+                             "prints the lines instead of the samples")
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is a folder, a device or a pipe, and not a file: give another path")
     with name_write_errors(path):
@@ -275,15 +314,16 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
         file.close()
         return open_output(path)
     file.seek(0)
-    begin = file.read(200) # of a new file nothing, and of a killed run perhaps a part of a line
-    if not (LINE_START_OF_ANY_VERSION.match(begin) or LINE_START.startswith(begin) or PAGE.match(begin)):
+    begin = file.read(200) # a new file has nothing, that of a killed run perhaps half a line
+    is_line = LINE_START_OF_ANY_VERSION.match(begin) or LINE_START.startswith(begin)
+    if not (is_line or PAGE.match(begin)):
         file.close()
-        raise ValueError(f"{path} was not written by sample.py, or its beginning was edited, so it is neither "
-                         "continued nor replaced: move it, or give another path")
+        raise ValueError(f"{path} was not written by sample.py, or its beginning was edited, so it "
+                         "is neither continued nor replaced: move it, or give another path")
     return file
 
 
-def is_at(path: str | os.PathLike, file: BinaryIO) -> bool:
+def is_at(path: str, file: BinaryIO) -> bool:
     """Whether an open file is the one at this path."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))

@@ -5,93 +5,99 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from sampling.inputs.prompts import parse_start
-from sampling.outputs import html
-from sampling.outputs.console import before_exit, is_tty, plural
-from sampling.outputs.jsonl import PAGE, LinesFile, Run, open_output, run_settings
+from sampling.outputs.console import before_exit, plural
+from sampling.outputs.html import write_page
+from sampling.outputs.jsonl import PAGE, LinesFile, Record, Run, open_output, run_settings
 from sampling.outputs.printer import RULE, Printer, Progress
-from sampling.params import (
-    Piece,
-    Sample,
-    SamplingParams,
-    ScoringParams,
-    choose_seed,
-    warn_about_stops,
-)
+from sampling.params import Piece, Result, Score, Settings
 from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
-# The tokens that are saved or shown of a text: with their alternatives, ten megabytes or more.
-MAX_SCORED_TOKENS = 100_000
 
 
 class OutputFiles:
-    """out_file and html_file of a run, which other models may follow with watch.
+    """out_file and html_file of a run, for one model, or with watch for several.
 
-    The lines are in out_file, or on standard output. If there is only an html_file, they are in
-    PAGE.jsonl until the run is over. Lines that the file already holds stay. With overwrite, the
-    first write removes them: a run that fails earlier changes no file. Raises ValueError or
-    OSError, which names the file, if one of them cannot be used.
+    The page html_file is made of the lines of out_file. Without an out_file, they go to the file of
+    the same name with .jsonl. The first write removes the lines of another run, if overwrite allows
+    it: a run that fails earlier changes no file.
+    Raises ValueError or OSError, which names the file, if one of them cannot be used.
     """
 
-    def __init__(self, settings: Mapping[str, Any]):
-        self.settings = {**settings, "logprobs": saved_logprobs(settings)}
+    def __init__(self, settings: Settings):
+        self.settings = settings
         self.html_file = settings["html_file"]
-        out_file = settings["out_file"]
-        self.uses_stdout = out_file == "-" # then nothing else may be printed there
-        self.keeps_lines = out_file is not None and not self.uses_stdout
-        if sys.stdout is None and not (self.keeps_lines or self.html_file):
-            raise ValueError("standard output is closed, so the samples would be lost: give out_file")
-        path, (kind, prompts) = out_file if self.keeps_lines else None, parse_start(settings["start"])
-        if path and kind != "TEXT" and os.path.exists(path) and os.path.realpath(path) == os.path.realpath(prompts):
-            raise ValueError(f"{path} is the file of the prompts: give out_file another name")
-        path = path or (self.html_file and f"{self.html_file}.jsonl")
-        self.lines = LinesFile(path) if path else None
-        self.page_end = 0 # how many bytes of the lines html_file shows
-        if self.lines:
+        self.prints_lines = settings["out_file"] == "-" # instead of the samples
+        path = None if self.prints_lines else settings["out_file"]
+        if self.html_file and path is None:
+            path = f"{self.html_file.removesuffix('.html')}.jsonl"
+        if path is None and sys.stdout is None:
+            raise ValueError("standard output is closed, so the samples would be lost: give "
+                             "out_file")
+        self.lines = None
+        if path is not None:
+            kind, prompts = parse_start(settings["start"])
+            is_prompts = kind != "TEXT" and os.path.realpath(path) == os.path.realpath(prompts)
+            if is_prompts and os.path.exists(path):
+                raise ValueError(f"{path} is the file of the prompts: give out_file another name")
+            self.lines = LinesFile(path)
             before_exit.append(self.close)
-        if self.html_file:
-            is_new = not os.path.exists(self.html_file)
-            with open_output(self.html_file) as page:
-                page.seek(0)
-                begin = page.read(200)
-            if is_new: # it only shows that the page can be written
-                os.unlink(os.path.realpath(self.html_file))
-            if begin and not (settings["overwrite"] or (self.lines.size and PAGE.match(begin))):
-                raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file "
-                                 "another name, or replace it with --overwrite")
+        self.page_end = 0 # how many bytes of the lines html_file shows
+        if self.html_file is not None:
+            self.check_page()
+
+    def check_page(self) -> None:
+        is_new = not os.path.exists(self.html_file)
+        with open_output(self.html_file) as page:
+            page.seek(0)
+            begin = page.read(200)
+        if is_new: # it only shows that the page can be written
+            os.unlink(os.path.realpath(self.html_file))
+        may_replace = self.settings["overwrite"] or (self.lines.size and PAGE.match(begin))
+        if begin and not may_replace:
+            raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give "
+                             "html_file another name, or replace it with --overwrite")
 
     def write_page(self) -> None:
         """Make html_file from the saved lines, unless it shows them all."""
-        if self.html_file and self.lines.is_ours and self.page_end < (end := self.lines.size):
-            html.write_page(self.html_file, [self.lines.path])
-            self.page_end = end
+        lines = self.lines
+        if self.html_file and lines.is_ours and self.page_end < lines.size:
+            write_page(self.html_file, [lines.path])
+            self.page_end = lines.size
 
     def close(self, status: int) -> None:
         """Write the page of a run that ends early. After Ctrl-C or SIGTERM, say how the run goes
-        on. Remove the lines that were only for the page of a run that is complete, and a file that
-        this run has created and left empty.
+        on. Remove a file that this run has created and left empty.
         """
         self.write_page()
         lines = self.lines
-        size = self.lines.size
+        size = lines.size
         if status in (130, 143): # Ctrl-C, SIGTERM
-            noun = "text" if self.settings["score"] else "sample"
-            with open(lines.path, "rb") as file:
-                count = sum(1 for _ in file) if lines.is_ours else 0
-            without = " and without --overwrite" if self.settings["overwrite"] else ""
-            logger.info(f"{lines.path} holds {plural(count, noun)}: the same command with the same seed{without} goes "
-                        "on after them" if count else f"no {noun} was finished, so nothing new is saved")
-        if (size == self.page_end and not (self.keeps_lines or status)) or (lines.is_new and size == 0):
-            lines.remove() # while it is locked
+            self.log_resume()
+        if lines.is_new and size == 0: # while it is locked
+            os.unlink(os.path.realpath(lines.path)) # a link stays
         lines.file.close()
+
+    def log_resume(self) -> None:
+        """Say how many samples there are, and how the run goes on."""
+        noun = "text" if self.settings["score"] else "sample"
+        count = 0
+        if self.lines.is_ours:
+            with open(self.lines.path, "rb") as file:
+                count = sum(1 for _ in file)
+        if count == 0:
+            logger.info(f"no {noun} was finished, so nothing new is saved")
+            return
+        without = " and without --overwrite" if self.settings["overwrite"] else ""
+        logger.info(f"{self.lines.path} holds {plural(count, noun)}: the same command with the "
+                    f"same seed{without} goes on after them")
 
 
 class Outputs:
@@ -101,23 +107,19 @@ class Outputs:
 
     def __init__(self, files: OutputFiles, gpt: "TextGenerator", num_total: int | None):
         settings = files.settings
-        checkpoint = gpt.checkpoint
-        checksum = zlib.crc32(gpt.tokenizer.fingerprint().encode("utf-8", "replace"), int(checkpoint.crc32, 16))
-        checkpoint_id = {"path": checkpoint.path, "crc32": f"{checksum:08x}", "iter_num": checkpoint.iter_num,
-                         "val_loss": checkpoint.val_loss and round(checkpoint.val_loss, 4) + 0.0}
-        self.run = Run(checkpoint_id, run_settings(settings, gpt.backend.device.type, gpt.backend.dtype_name))
         self.files = files
         self.device = gpt.backend.device
-        self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
-        # A file gets only samples.
-        if settings["watch"] and self.printer.streams and not files.uses_stdout:
-            # The samples of the next checkpoint follow.
-            self.printer.write(f"{checkpoint.describe()}\n{RULE}\n")
-        is_score = settings["score"]
-        self.progress = Progress(num_total, None if is_score else settings["max_new_tokens"],
-                                 shows_text=not is_score or settings["show_probs"])
+        kept = run_settings(settings, gpt.backend.device.type, gpt.backend.dtype_name)
+        self.run = Run(checkpoint_id(gpt), kept)
+        self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams_always=False)
+        self.streams = self.printer.streams
+        if settings["watch"] and self.streams and not files.prints_lines: # a file gets only samples
+            self.printer.write(f"{gpt.checkpoint.describe()}\n{RULE}\n")
+        shows_text = settings["show_probs"] or not settings["score"]
+        max_new_tokens = None if settings["score"] else settings["max_new_tokens"]
+        self.progress = Progress(num_total, max_new_tokens, beside_text=self.streams and shows_text)
 
-    def resume(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+    def resume(self, samples: Iterator[Result]) -> Iterator[Result]:
         """Yield the samples for the model to generate. Those that the file already holds are marked
         as saved.
         """
@@ -126,24 +128,23 @@ class Outputs:
         if lines and (lines.is_ours or not settings["overwrite"]):
             samples = lines.mark_saved(samples, self.run, settings["watch"])
         for sample in self.progress.follow(samples):
-            if sample.already_saved:
+            if sample.already_saved and isinstance(sample, Score):
                 self.printer.add_to_total(sample)
             yield sample
 
-    def update(self, sample: Sample, pieces: list[Piece]) -> None:
+    def update(self, sample: Result, pieces: list[Piece]) -> None:
         """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not
         show it again.
         """
-        uses_stdout = self.files.uses_stdout
-        lines = self.files.lines
-        if sample.finish_reason is not None:
-            line = self.run.line(sample) if lines or uses_stdout else b""
-            if lines:
-                lines.write(line)
-            if uses_stdout:
+        files = self.files
+        if sample.finish_reason and (files.lines or files.prints_lines):
+            line = self.run.line(sample)
+            if files.lines:
+                files.lines.write(line)
+            if files.prints_lines:
                 self.printer.write(self.printer.make_safe(line.decode()))
         self.progress.update(sample)
-        if not uses_stdout:
+        if not files.prints_lines:
             self.printer.update(sample, pieces)
 
     def finish(self) -> None:
@@ -151,27 +152,16 @@ class Outputs:
         scores are.
         """
         self.files.write_page()
-        if not self.files.uses_stdout:
+        if not self.files.prints_lines:
             self.printer.print_total()
         self.progress.close(peak_memory(self.device))
 
 
-def saved_logprobs(settings: Mapping[str, Any]) -> int | None:
-    """The setting logprobs, or what the page needs if that is more."""
-    return max(html.NUM_ALTERNATIVES, settings["logprobs"] or 0) if settings["html_file"] else settings["logprobs"]
-
-
-def choose_params(settings: Mapping[str, Any]) -> SamplingParams | ScoringParams:
-    """What to do with the prompts, with the log-probabilities that out_file, the page or the
-    terminal needs.
-    """
-    num_logprobs = saved_logprobs(settings)
-    if settings["score"]:
-        needs_tokens = num_logprobs is not None or settings["show_probs"]
-        return ScoringParams(num_logprobs or 0, MAX_SCORED_TOKENS if needs_tokens else 0)
-    if num_logprobs is None and (settings["out_file"] or settings["show_probs"]):
-        num_logprobs = 0
-    values = {field.name: settings[field.name] for field in fields(SamplingParams) if field.name in settings}
-    params = SamplingParams(**values | {"seed": choose_seed(settings["seed"]), "num_logprobs": num_logprobs})
-    warn_about_stops(params.stop_texts)
-    return params
+def checkpoint_id(gpt: "TextGenerator") -> Record:
+    """What a line says about the checkpoint. The checksum is also that of the vocabulary."""
+    checkpoint = gpt.checkpoint
+    vocabulary = gpt.tokenizer.fingerprint().encode("utf-8", "replace")
+    checksum = zlib.crc32(vocabulary, int(checkpoint.crc32, 16))
+    loss = checkpoint.val_loss
+    return {"path": checkpoint.path, "crc32": f"{checksum:08x}", "iter_num": checkpoint.iter_num,
+            "val_loss": loss and round(loss, 4) + 0.0}

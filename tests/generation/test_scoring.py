@@ -19,7 +19,7 @@ def score(gpt, text):
 
 
 def make_score(text, ids, index=0):
-    return Score(index, Prompt(text), [], ids=ids)
+    return Score(index, Prompt(text), ids)
 
 
 def text_of(score):

@@ -7,9 +7,8 @@ import pytest
 from models import make_gpt, save_checkpoint
 from pages import CHECKPOINT_ID, make_token
 from pages import SETTINGS as ALL_SETTINGS
-from sampling.inputs.prompts import RESULT_FIELDS
 from sampling.outputs.jsonl import LinesFile, Run, read_records, run_settings
-from sampling.params import Prompt, Sample, Token
+from sampling.params import RESULT_FIELDS, Prompt, Sample, Token
 
 SETTINGS = {"seed": 1, "stop": []}
 SAMPLE = Sample(1, Prompt("é", 5, other_fields={"label": [1], "none": None}), [])

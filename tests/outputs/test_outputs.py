@@ -9,8 +9,8 @@ import pytest
 from pages import SETTINGS, make_tokens, model_of
 from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
-from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
-from sampling.params import Piece, Prompt, Sample
+from sampling.outputs.outputs import OutputFiles, Outputs
+from sampling.params import Piece, Prompt, Sample, choose_params, complete_settings
 from script_process import redirected
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning") # files stay open
@@ -21,7 +21,7 @@ def start(tmp_path):
     """Makes the Outputs of a run with a.jsonl and a.html, unless settings say otherwise."""
     console.setup_console(owns_process=False)
     paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
-    yield lambda **settings: OutputFiles(SETTINGS | paths | settings)
+    yield lambda **settings: OutputFiles(complete_settings(SETTINGS | paths | settings))
     console.before_exit.clear()
     gc.collect() # a run that ends early leaves its files open: the warnings must not come in another test
 
@@ -130,24 +130,24 @@ def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp
     assert num_shown(tmp_path) == 3
 
 
-def test_without_out_file_the_lines_stay_until_the_run_is_complete(run, start, files, tmp_path):
+def test_without_out_file_the_lines_are_in_the_file_of_the_same_name(run, files, tmp_path, capsys):
     run(2)
-    lines, page = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
+    whole = files()
     for path in tmp_path.iterdir():
         path.unlink()
     run(2, out_file=None, num_finished=1) # it is killed
-    assert files() == {"a.html.jsonl": lines[:lines.index(b"\n") + 1]}
+    assert files() == {"a.jsonl": whole["a.jsonl"].splitlines(keepends=True)[0]}
     run(2, out_file=None)
-    assert files() == {"a.html": page}
-    (tmp_path / "a.html").unlink()
-    generate(start(out_file=None), 2)
-    console.end_run(1) # the disk is full, for example
-    assert files() == {"a.html": page, "a.html.jsonl": lines}
-    run(2, out_file=None)
-    for settings in {}, {"out_file": None}: # no page is replaced without its lines
-        with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
-            run(2, **settings)
-        assert files()["a.html"] == page
+    assert files() == whole
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1, is from another run: seed is 1 there"):
+        run(2, out_file=None, seed=5)
+    capsys.readouterr()
+    run(2, out_file="-", overwrite=True)
+    assert files() == whole and capsys.readouterr().out == whole["a.jsonl"].decode()
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
+        run(2, out_file=None) # no page is replaced without its lines
+    assert files()["a.html"] == whole["a.html"]
 
 
 @pytest.mark.parametrize("more", [b"\n \r\n", b"\0" * 300], ids=["blank-lines", "zeros"])
@@ -229,7 +229,7 @@ def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
     ({}, None), ({"show_probs": True}, 0), ({"out_file": "a"}, 0), ({"out_file": "a", "logprobs": 3}, 3),
     ({"html_file": "a"}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 7}, 7)], ids=str)
 def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
-    assert choose_params(SETTINGS | settings).num_logprobs == number
+    assert choose_params(complete_settings(SETTINGS | settings)).num_logprobs == number
 
 
 def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def test_the_backgrounds_have_the_limits_of_the_page():
 @pytest.mark.parametrize("streams, printed", [(True, ["<a", "bc", "", f"d\n{RULE}\n"]),
                                               (False, ["", "", "", f"<abcd\n{RULE}\n"])])
 def test_pieces_are_printed_at_once_or_with_the_whole_sample(streams, printed, capsys):
-    sample, printer = Sample(0, Prompt("<"), [ord("<")]), Printer(CodePointTokenizer(), streams=streams)
+    sample, printer = Sample(0, Prompt("<"), [ord("<")]), Printer(CodePointTokenizer(), streams_always=streams)
     for texts, expected in zip([["a"], ["b", "c"], [], ["d"]], printed, strict=True):
         sample.finish_reason = "length" if texts == ["d"] else None
         printer.update(sample, map(Piece, texts))
