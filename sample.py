@@ -83,7 +83,7 @@ def main(settings):
     params = choose_params(settings)
     if settings['interactive']:
         from sampling.repl import run_repl
-        return run_repl(load_gpt, params, show_probs, start)
+        return run_repl(load_gpt, params, start)
     run(params, OutputFiles(settings))
 
 

@@ -7,11 +7,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import sampling
 from sampling.configurator import find_settings, parse, suggest
@@ -31,38 +31,59 @@ from sampling.process import is_out_of_memory
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
-# The settings that a command may change, and the names that configurator gives to the types of
-# their values.
-TYPES = {f.name: [t.__name__ for t in get_args(f.type) or [f.type]]
-         for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
+# The settings that a command may change, and the names that configurator gives to their types.
+TYPES = {"show_probs": ["bool"]}
+for setting in fields(SamplingParams):
+    if setting.name != "num_logprobs": # that show_probs turns on
+        TYPES[setting.name] = [kind.__name__ for kind in get_args(setting.type) or [setting.type]]
 HELP = """Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
-  :again             generate another sample for the last prompt; after :continue, another continuation
-  :score TEXT        say how likely the model finds a text, or FILE:text.txt; without one, the last prompt and sample
+  :again             sample the last prompt again; after :continue, continue it again
+  :score TEXT        say how likely the model finds a text, or FILE:text.txt; alone: the last prompt
+                     and sample
   :save FILE         append the last prompt and sample to a file
   :reload            load the model again, such as a newer ckpt.pt
   :temperature       show a setting
-  :temperature=0.5   change it; a bare :show_probs or :context_shift means =True, as on the command line
+  :temperature=0.5   change it; a bare :show_probs or :context_shift means =True
   :settings          show these settings; others are fixed in a session
   :help              show this help
   :quit              end the session; :q, exit and Ctrl-D do the same
 Tab completes a command, Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
-def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_probs: bool,
-             start: str) -> None:
+def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, start: str) -> None:
     """Read prompts and commands from standard input until it ends. load: loads the model, at the
-    start and for :reload. params, show_probs: the initial settings. start: the first prompt, unless
-    it is blank.
+    start and for :reload. params: the initial settings. start: the first prompt, unless it is
+    blank.
     """
     if sys.stdin is None or sys.stdout is None:
-        raise ValueError("interactive=True needs standard input and standard output, but one of them is closed")
+        raise ValueError("interactive=True needs standard input and standard output, but one of "
+                         "them is closed")
     if isinstance(sys.stdin, io.TextIOWrapper): # not in a notebook
         # So that only a line that is not UTF-8 is an error.
         sys.stdin.reconfigure(errors="surrogateescape")
-    history = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "nanogpt-sample" / "history"
-    # It gives input() line editing; on Windows, the console itself edits lines.
+    with line_editing():
+        session = Session(load, params)
+        session.reload()
+        # It ends what runs, but not the session.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if is_tty(sys.stdin):
+            logger.info("type a prompt, or :help; Ctrl-D ends the session")
+        with suppress(EOFError): # the end of the session
+            if start.strip(): # by default, it is a newline
+                session.attempt(lambda: session.print_samples(start))
+            while True:
+                session.attempt(lambda: session.respond(read_line()))
+
+
+@contextmanager
+def line_editing() -> Iterator[None]:
+    """Inside this block, input() lets the user edit lines, complete commands with Tab, and recall
+    lines, also those of earlier sessions. On Windows, the console itself edits lines.
+    """
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    history = state / "nanogpt-sample" / "history"
     with suppress(ImportError, OSError):
         import readline
         if os.environ.get("TERM") != "dumb":
@@ -70,19 +91,10 @@ def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_pro
             readline.parse_and_bind("set enable-bracketed-paste on")
         readline.set_completer(complete)
         readline.set_completer_delims("") # what Tab completes is all of the line
-        readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
+        is_libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
         readline.read_history_file(history)
-    session = Session(load, params, show_probs)
-    session.reload()
-    # It ends what runs, but not the session.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if is_tty(sys.stdin):
-        logger.info("type a prompt, or :help; Ctrl-D ends the session")
-    with suppress(EOFError): # the end of the session
-        if start.strip(): # by default, it is a newline
-            session.attempt(lambda: session.print_samples(start))
-        while True:
-            session.attempt(lambda: session.respond(read_line()))
+    yield
     with suppress(ImportError, OSError): # without a home folder, the history ends with the session
         import readline
         if readline.get_current_history_length(): # only lines that were typed
@@ -96,7 +108,6 @@ class Session:
     """The state of a session, which prompts and commands change."""
     load: Callable[[], TextGenerator]
     params: SamplingParams
-    show_probs: bool
     gpt: TextGenerator | None = None # None while the model is loaded, and after that has failed
     printer: Printer | None = None # None before the first model is loaded
     next_index: int = 0 # the index of the next sample
@@ -117,7 +128,8 @@ class Session:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            logger.error(f"out of memory ({error!s:.200}): use a shorter prompt, or fewer max_new_tokens")
+            logger.error(f"out of memory ({error!s:.200}): use a shorter prompt, or fewer "
+                         "max_new_tokens")
 
     def respond(self, line: str) -> None:
         if line in ("exit", "help", "?") or (line.startswith(":") and "\n" not in line):
@@ -125,21 +137,34 @@ class Session:
         elif line:
             self.print_samples(parse("start", line, ["str"]))
 
-    def check_model(self) -> None:
+    @property
+    def show_probs(self) -> bool:
+        return self.params.num_logprobs is not None
+
+    def require_model(self) -> TextGenerator:
         if self.gpt is None:
-            raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
+            raise ValueError("no model is loaded: repair or replace the checkpoint, then type "
+                             ":reload")
+        return self.gpt
+
+    def require_sample(self) -> Sample:
+        if self.last is None:
+            raise ValueError("there is no sample yet: type a prompt")
+        return self.last
 
     def read(self, start: str) -> Iterable[Prompt]:
         if not start:
-            raise ValueError('the prompt is empty, but a sample needs something to continue, such as a newline: "\\n"')
+            raise ValueError("the prompt is empty, but a sample needs something to continue, such "
+                             r'as a newline: "\n"')
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
-            raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
+            raise ValueError("this session reads standard input itself; pass the name of a file, "
+                             "or the text")
         return read_prompts(start)
 
     def print_samples(self, start: str) -> None:
-        prompts = self.read(start)
-        for sample in make_samples(prompts, self.printer.tokenizer, first_index=self.next_index):
+        tokenizer = self.require_model().tokenizer
+        for sample in make_samples(self.read(start), tokenizer, first_index=self.next_index):
             if not self.print_sample(sample):
                 break
 
@@ -147,17 +172,15 @@ class Session:
         """Print how likely the model finds the texts that start names; if it is empty, the last
         prompt and sample.
         """
-        self.check_model()
-        if not start and self.last is None:
-            raise ValueError("there is no sample yet: type a prompt, or :score and a text")
+        gpt = self.require_model()
         if start:
             prompts = self.read(parse("start", start, ["str"]))
         else:
-            prompts = [Prompt(self.last.prompt.text + self.last_text)]
-        scores = make_samples(prompts, self.printer.tokenizer, is_score=True)
+            prompts = [Prompt(self.require_sample().prompt.text + self.last_text)]
+        scores = make_samples(prompts, gpt.tokenizer, is_score=True)
         params = ScoringParams(max_tokens=10**9 if self.show_probs else 0)
         self.printer.reset_total() # Ctrl-C may have ended the one before
-        for score, pieces in self.gpt.run(scores, params):
+        for score, pieces in gpt.run(scores, params):
             self.printer.update(score, pieces)
         self.printer.print_total()
 
@@ -165,7 +188,7 @@ class Session:
         """Generate a sample, and stream it to the terminal. Ctrl-C ends it after a step; then
         return False.
         """
-        self.check_model()
+        gpt = self.require_model()
         interrupts = []
         self.last = sample
         self.last_text = ""
@@ -174,7 +197,7 @@ class Session:
         # Within a step, an exception could leave the model in an inconsistent state.
         signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         try:
-            with closing(self.gpt.run([sample], self.params, batch_size=1, stream=True)) as steps:
+            with closing(gpt.run([sample], self.params, batch_size=1, stream=True)) as steps:
                 for _, pieces in steps:
                     if interrupts and sample.finish_reason is None:
                         self.printer.write(f"\n{RULE}\n")
@@ -186,17 +209,15 @@ class Session:
         return not interrupts
 
     def run_command(self, command: str) -> None:
-        name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
+        name, separator, text = re.fullmatch(r"(?s)([^\s=]*)(\s*=\s*|\s*)(.*)", command).groups()
         if name not in COMMANDS:
             self.change_setting(name.replace("-", "_"), text)
-        elif name == "score" and re.match(r"score\s*=", command):
-            raise ValueError(":score is no setting: type :score and a text, or :score alone for the last sample")
+        elif "=" in separator:
+            raise ValueError(f":{name} is no setting; :help shows how to use it")
         elif name in ("score", "save"):
-            (self.print_scores if name == "score" else self.save)(text)
+            COMMANDS[name](self, text)
         elif text:
             raise ValueError(f":{name} takes no value")
-        elif name in ("again", "continue") and self.last is None:
-            raise ValueError("there is no sample yet: type a prompt")
         else:
             COMMANDS[name](self)
 
@@ -208,41 +229,43 @@ class Session:
         logger.info("\n".join(f"{name}={values[name]!r}" for name in names))
 
     def change_setting(self, name: str, text: str) -> None:
-        if name not in TYPES:
-            if name in find_settings(f"{sampling.__path__[-1]}/sample.py"):
-                raise ValueError(f":{name} is fixed in a session: start another one with --{name}=...")
-            raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, *TYPES])}; :help lists "
-                             "all commands; put a prompt that begins with a colon in quotes")
-        if not text and TYPES[name] != ["bool"]:
-            return self.show_settings([name])
-        if name == "stop": # a newline is meant, and a shell would take the outer quotes away
-            text = '"\\n"' if text in ("\\n", "'\"\\n\"'") else text
-        is_random = name == "seed" and text == "random"
-        value = choose_seed(text, ":seed") if is_random else parse(name, text or "True", TYPES[name])
-        change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
+        if name in TYPES:
+            if text or TYPES[name] == ["bool"]:
+                self.change_params(name, setting_value(name, text or "True"))
+            self.show_settings([name])
+        elif name in find_settings(f"{sampling.__path__[-1]}/sample.py"):
+            raise ValueError(f":{name} is fixed in a session: start another one with --{name}=...")
+        else:
+            near = suggest(name, [*COMMANDS, *TYPES])
+            raise ValueError(f"unknown command ':{name:.100}'{near}; :help lists all commands; put "
+                             "a prompt that begins with a colon in quotes")
+
+    def change_params(self, name: str, value: Any) -> None:
+        change = {name: value}
+        if name == "show_probs":
+            change = {"num_logprobs": 0 if value else None}
         params = replace(self.params, **change)
         if self.gpt:
             self.gpt.check_params(params)
         self.params = params
-        if name == "show_probs":
-            self.show_probs = value
-            self.printer = Printer(self.printer.tokenizer, value)
+        self.printer = Printer(self.printer.tokenizer, self.show_probs)
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
             warn_about_stops(params.stop_texts, ':stop="\\n"')
-        self.show_settings([name])
 
     def sample_again(self) -> None:
-        self.print_sample(Sample(self.next_index, self.last.prompt, self.last.prompt_ids), self.shows_prompt)
+        last = self.require_sample()
+        sample = Sample(self.next_index, last.prompt, last.prompt_ids)
+        self.print_sample(sample, self.shows_prompt)
 
     def continue_last(self) -> None:
-        sample = self.last
-        text = self.last.prompt.text + self.last_text
+        last = self.require_sample()
+        text = last.prompt.text + self.last_text
         # A character that was incomplete comes whole with the next tokens.
-        if sample.finish_reason == "length":
+        if last.finish_reason == "length":
             text = text.rstrip(REPLACEMENT)
-            ids = sample.prompt_ids + sample.token_ids
+            ids = last.prompt_ids + last.token_ids
         else: # after a stop text or Ctrl-C, token_ids has tokens that the user did not see
             ids = self.printer.tokenizer.encode(text)
         self.print_sample(Sample(self.next_index, Prompt(text), ids), shows_prompt=False)
@@ -250,8 +273,9 @@ class Session:
     def save(self, path: str) -> None:
         if self.last is None or not path:
             raise ValueError("type :save and the name of a file, after a sample")
-        with name_write_errors(path), open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.write(f"{self.last.prompt.text}{self.last_text}\n{RULE}\n")
+        text = f"{self.last.prompt.text}{self.last_text}\n{RULE}\n"
+        with name_write_errors(path), open(path, "ab") as file:
+            file.write(text.encode("utf-8", errors="replace"))
 
     def reload(self) -> None:
         self.gpt = None # its memory must be free before the next model is loaded
@@ -266,16 +290,37 @@ class Session:
         raise EOFError
 
 
-COMMANDS = {**dict.fromkeys(["help", "h", "?"], Session.show_help), "settings": Session.show_settings,
-            "again": Session.sample_again, "continue": Session.continue_last, "score": Session.print_scores,
-            "save": Session.save, "reload": Session.reload, **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
+COMMANDS = {
+    "help": Session.show_help,
+    "h": Session.show_help,
+    "?": Session.show_help,
+    "settings": Session.show_settings,
+    "again": Session.sample_again,
+    "continue": Session.continue_last,
+    "score": Session.print_scores,
+    "save": Session.save,
+    "reload": Session.reload,
+    "quit": Session.quit,
+    "q": Session.quit,
+    "exit": Session.quit,
+}
+
+
+def setting_value(name: str, text: str) -> Any:
+    """The value that a user has typed for a setting. Raises ValueError if it is of another type."""
+    if name == "seed" and text == "random":
+        return choose_seed(text, ":seed")
+    if name == "stop" and text in ("\\n", "'\"\\n\"'"): # from the shell, where the outer quotes go
+        text = '"\\n"'
+    return parse(name, text, TYPES[name])
 
 
 def complete(line: str, index: int) -> str | None:
     """For readline: the command with this index among those that begin with line. In a prompt, Tab
     is a character.
     """
-    commands = [f":{name}" for name in [*COMMANDS, *TYPES] if len(name) > 1 and f":{name}".startswith(line)]
+    names = [f":{name}" for name in [*COMMANDS, *TYPES] if len(name) > 1]
+    commands = [name for name in names if name.startswith(line)]
     return [*(commands or [f"{line}\t"]), None][index]
 
 

@@ -239,7 +239,7 @@ def test_a_text_or_the_last_sample_is_scored(reply, run, run_script, char_checkp
     (tmp_path / "two.txt").write_text("The \nThou\n")
     typed = f":score\n:score What is it?\nThe \n:score\n:score {lines}\n:score {lines}\n"
     done = reply(typed)
-    assert "error: there is no sample yet: type a prompt, or :score and a text" in done.stderr
+    assert "error: there is no sample yet: type a prompt" in done.stderr
     text_score = score("What is it?")
     sample_score = score(sample.removesuffix(END))
     assert done.stdout == text_score + sample + sample_score + 2 * score(lines)
