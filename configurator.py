@@ -25,10 +25,17 @@ from typing import Any, NamedTuple
 
 # nanoGPT's scripts execute a file of this name among their own globals.
 if not __name__.endswith("configurator"):
-    sys.exit("error: this configurator.py is not nanoGPT's: git checkout configurator.py model.py restores its files")
+    sys.exit("error: this configurator.py is not nanoGPT's: git checkout configurator.py model.py "
+             "restores its files")
 logger = logging.getLogger(__name__)
-TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
-              "NoneType": "None"}
+TYPE_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "True or False",
+    "str": "text",
+    "list": "a list",
+    "NoneType": "None",
+}
 IS_COMMENT_BELOW = re.compile(r" +#") # the rest of a comment at the end of a line
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
@@ -58,7 +65,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
     if {"--help", "-h", "--version"} & set(arguments):
         doc = scope.get("__doc__") or ""
         if scope.get("__name__") != "__main__": # a command that pip installed has a name of its own
-            doc = doc.replace(f"python {os.path.basename(scope['__file__'])}", Path(sys.argv[0]).stem)
+            script = os.path.basename(scope["__file__"])
+            doc = doc.replace(f"python {script}", Path(sys.argv[0]).stem)
         text = help_text(doc, settings, shutil.get_terminal_size().columns)
         if "--version" in arguments:
             text = f"{scope.get('__version__')}\n"
@@ -66,8 +74,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
         sys.exit(0)
     for argument in arguments:
         if argument.endswith("\r"):
-            raise ValueError(f"{argument!r:.200} ends in a carriage return: save your script with Unix "
-                             "line ends (LF)")
+            raise ValueError(f"{argument!r:.200} ends in a carriage return: save your script with "
+                             "Unix line ends (LF)")
     changes = {}
     files = {} # setting -> the path of the file that changed it
     while arguments:
@@ -220,7 +228,8 @@ def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
     try:
         value = plain(value)
     except RecursionError:
-        raise ValueError(f"{label} takes no list that contains itself, got {given!r:.100}") from None
+        raise ValueError(f"{label} takes no list that contains itself, got "
+                         f"{given!r:.100}") from None
     if type(value) is int and "int" not in types and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value).__name__ in types:
@@ -269,8 +278,8 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     if re.match(b"\xff\xfe|\xfe\xff", source):
         raise ValueError(f"{path!r:.200} is in UTF-16: save it as UTF-8")
     if kind := re.search(r"(?i)\.(json|toml|ya?ml)$", path):
-        raise ValueError(f"{path!r:.200} is {kind[1].upper()}, but a settings file is Python, such as: "
-                         "temperature = 0.8")
+        raise ValueError(f"{path!r:.200} is {kind[1].upper()}, but a settings file is Python, such "
+                         "as: temperature = 0.8")
     if b"\0" in source: # a folder, or a checkpoint
         raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass "
                          f"--out_dir={path:.200}")

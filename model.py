@@ -56,7 +56,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past=None):
-        """(B, T, E) -> (B, T, E). past: a KVCache's layer (2, B, H, capacity, D), and its seq_len."""
+        """(B, T, E) -> (B, T, E). past: a KVCache's layer (2, B, H, capacity, D), its seq_len."""
         T = x.size(1)
         qkv = self.split_heads(x)
         q, k, v = qkv # (B, H, T, D) each

@@ -4,8 +4,9 @@
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.9
     python sample.py config/story.py --seed=42
 
-The samples go to standard output, everything else to standard error. Arguments apply from left to right:
-settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
+The samples go to standard output, everything else to standard error. Arguments apply from left to
+right: settings files (Python that assigns settings) and --key=value, --key value, or a bare --key
+for True.
 """
 import inspect
 import os
@@ -13,14 +14,14 @@ import signal
 import sys
 
 if (__name__ == '__main__' and inspect.currentframe().f_back is None # not a notebook's %run
-        and os.getpid() != 1 # nor the first process of a container: for it, the system would ignore Ctrl-C
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler): # nor a shell's background job
+        and os.getpid() != 1 # nor a container's first process, for which Ctrl-C would be ignored
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler): # nor a background job
     signal.signal(signal.SIGINT, signal.SIG_DFL) # no traceback while modules are imported
-sys.path.append(os.path.dirname(os.path.realpath(__file__))) # for runpy, python -I, and python -m with a symbolic link
+sys.path.append(os.path.dirname(os.path.realpath(__file__))) # for runpy, python -I, a link with -m
 try:
     from sampling import __version__ as __version__  # --version prints it
 except ImportError as error: # this file was copied into another project
-    sys.exit(f"error: {error}: do not copy sample.py, but link to it with ln -s, or install it with pip")
+    sys.exit(f"error: {error}: do not copy sample.py; link to it with ln -s, or pip install it")
 from sampling.checkpoints.finding import load_saves
 from sampling.configurator import override
 from sampling.generation.workers import run_on_all, serve
@@ -31,17 +32,18 @@ from sampling.params import ALIASES, ModelOptions, check_settings, choose_params
 from sampling.process import shorten_spinning
 
 # The model
-init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
+init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the
+                     # folder of a GPT-2 model
 out_dir = 'out' # the folder that holds ckpt.pt, or the path of such a file
-tokenizer: str | None = None # an encoding of tiktoken (gpt2, r50k_base, p50k_base, cl100k_base, o200k_base), a
-                             # tokenizer.json or its folder, or a meta.pkl; None: the one that is found with the model
-
-model_file: str | None = None # the model.py that the checkpoint was trained with, if its code was edited: it is run;
+tokenizer: str | None = None # an encoding of tiktoken (gpt2, r50k_base, p50k_base, cl100k_base,
+                             # o200k_base), a tokenizer.json or its folder, or a meta.pkl; None: the
+                             # one that is found with the model
+model_file: str | None = None # the model.py of the checkpoint, if its code was edited: it is run;
                               # 'nanogpt': nanoGPT's own, whatever lies near the checkpoint
 
 # The samples
-start = "\n" # the prompt; FILE:path: the text of a file; LINES:path, JSONL:path: a file of many prompts; FILE:-: stdin;
-             # quotes around all of it are removed, as in Python: '"\n"' is a newline
+start = "\n" # the prompt; FILE:path: the text of a file; LINES:path, JSONL:path: a file of many
+             # prompts; FILE:-: stdin; quotes around all of it are removed: '"\n"' is a newline
 num_samples = 10 # how many samples to generate for each prompt
 max_new_tokens = 500 # how many tokens each sample adds to the prompt
 score = False # instead of continuing the prompts, say how likely the model finds them
@@ -49,33 +51,35 @@ score = False # instead of continuing the prompts, say how likely the model find
 # How tokens are chosen
 temperature = 0.8 # lower: more predictable; higher: more random; 0: always the most likely token
 top_k: int | None = 200 # sample only from the top_k most likely tokens; None or 0: from all
-top_p: float | None = None # nucleus sampling: only from the most likely tokens whose probabilities add up to top_p
-min_p: float | None = None # sample only from tokens at least min_p times as likely as the most likely token
+top_p: float | None = None # nucleus sampling: only from the most likely tokens whose probabilities
+                           # add up to top_p
+min_p: float | None = None # sample only from tokens at least min_p times as likely as the best one
 repetition_penalty = 1.0 # above 1: tokens that are already in the text become less likely
-stop: str | list | None = None # end a sample before this text, or before one of a list such as ["\n\n", "KING:"]
+stop: str | list | None = None # end a sample before this text, or one of a list: ["\n\n", "KING:"]
 seed: int | str = 1337 # the same seed gives the same samples; random: a new seed, which is printed
 
 # How the model runs
 device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
-dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or float16 if the GPU lacks it; elsewhere
-               # float32; 'int8', on a CPU: int8 weights, for speed and less memory; changes the text
-compile = False # use torch.compile, which takes about a minute at first: not faster on a CPU, not measured on a GPU
-cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower
-context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
-draft = True # speculative decoding, with the same text: for one long sample at a time of a large model, on a CPU in
-             # float32, a copy of the model in int8 proposes tokens, and the model checks several in one pass
+dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16 (float16 if the GPU
+               # lacks it), elsewhere float32; 'int8', on a CPU: 8-bit weights: faster, other text
+compile = False # use torch.compile: a minute at first, not faster on a CPU, untested on a GPU
+cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work; False is slower
+context_shift = False # past block_size, drop the older half of a full window: much faster, but not
+                      # nanoGPT's text
+draft = True # speculative decoding, with the same text: for one long sample of a large model, on a
+             # CPU in float32, an int8 copy proposes tokens, and the model checks them
 batch_size: int | None = None # how many samples to generate at once; None: up to 64, on a GPU 128
 
 # Where samples go
-out_file: str | None = None # append each sample as a line of JSON to this file; the same command resumes a run;
-                            # - prints the lines instead of the samples
-logprobs: int | None = None # save the log-probability of each token in out_file, with this many of the most likely ones
-html_file: str | None = None # write a page of the lines in out_file, or in the file of the same name with .jsonl, that
-                             # shows how likely each token was, and the alternatives
+out_file: str | None = None # append each sample as a line of JSON to this file; the same command
+                            # resumes a run; - prints the lines instead of the samples
+logprobs: int | None = None # save each token's log-probability, and so many of the most likely ones
+html_file: str | None = None # write a page of the lines in out_file (or in the same name with
+                             # .jsonl) that shows how likely each token was
 overwrite = False # replace out_file and html_file, instead of resuming the run
 show_probs = False # colour each token on the terminal by its probability
 interactive = False # ask for prompts and answer each with a sample
-watch = False # when the samples are done, wait until train.py saves a new ckpt.pt, and sample from it too; Ctrl-C ends
+watch = False # whenever train.py saves a new ckpt.pt, sample from it too; Ctrl-C ends
 
 
 def main(settings):
@@ -88,21 +92,24 @@ def main(settings):
 
 
 def run(params, files):
-    """Generate the samples of all prompts, or score these, and print and save each: once, or from each checkpoint."""
+    """Generate samples of all prompts, or score these; print and save each."""
     prompts = read_prompts(start, watch)
     samples_per_prompt = 1 if score else num_samples
-    num_total = len(prompts) * samples_per_prompt if isinstance(prompts, list) else None # None: they come from a pipe
+    num_total = None # the prompts come from a pipe
+    if isinstance(prompts, list):
+        num_total = len(prompts) * samples_per_prompt
     for gpt in load_saves(out_dir, lambda: load_gpt(num_total)) if watch else [load_gpt(num_total)]:
         samples = make_samples(prompts, gpt.tokenizer, samples_per_prompt, is_score=score)
         outputs = Outputs(files, gpt, num_total)
-        for sample, pieces in run_on_all(gpt, outputs.resume(samples), params, batch_size, outputs.streams):
+        new = outputs.resume(samples)
+        for sample, pieces in run_on_all(gpt, new, params, batch_size, outputs.streams):
             outputs.update(sample, pieces)
         outputs.finish()
         gpt = None # its memory must be free before the next model is loaded
 
 
 def load_gpt(num_total=None):
-    """The model with its tokenizer, on its device. num_total: how many samples it will generate; None: unknown."""
+    """The model with its tokenizer, on its device. num_total: of samples; None: unknown."""
     from sampling.backends.prepare import count_steps  # torch takes a second
     from sampling.text_generator import load_model
     is_gpt2 = init_from != 'resume' # otherwise it is the ckpt.pt that train.py wrote
@@ -110,23 +117,24 @@ def load_gpt(num_total=None):
     # The tokenizer: without a setting, a meta.pkl, or an encoding of tiktoken such as GPT-2's.
     options = ModelOptions(compile, cuda_graphs, draft)
     num_steps = 0 if score else count_steps(num_total, max_new_tokens, batch_size)
-    runs_itself = model_file is not None and batch_size == 1 # in the very shapes of nanoGPT's operations
-    return load_model(name, is_gpt2, device, dtype, tokenizer, model_file, options, num_steps, runs_itself)
+    runs_itself = model_file is not None and batch_size == 1 # in the very shapes of nanoGPT's
+    return load_model(name, is_gpt2, device, dtype, tokenizer, model_file, options, num_steps,
+                      runs_itself)
 
 
 def command(owns_process=True):
-    """Run with the command line's arguments. owns_process: nothing else runs in this process; it may end at once."""
+    """Run with the command line's arguments. owns_process: nothing else runs in this process."""
     setup_console(owns_process)
-    with report_user_errors(status=2), name_write_errors("standard output"): # to which --help prints
+    with report_user_errors(status=2), name_write_errors("standard output"): # for --help
         settings = complete_settings(override(globals(), sys.argv[1:], check_settings, ALIASES))
         globals().update(settings)
     if owns_process:
         shorten_spinning()
     with report_user_errors():
-        serve(load_gpt) or main(settings) # torchrun may have started several processes: only the first runs main
+        serve(load_gpt) or main(settings) # of torchrun's processes, only the first runs main
     if owns_process:
         hard_exit()
 
 
 if __name__ == '__main__':
-    command(owns_process=inspect.currentframe().f_back is None) # a notebook's %run and runpy call this file, and go on
+    command(owns_process=inspect.currentframe().f_back is None) # a notebook goes on

@@ -3,14 +3,13 @@
     import sampling
 
     gpt = sampling.load("demo")
-    for sample in gpt.generate("ROMEO:", sampling.SamplingParams(max_new_tokens=100), num_samples=2):
+    for sample in gpt.generate("ROMEO:", num_samples=2, max_new_tokens=100):
         print(sample.text)
 
 The samples are those of sample.py with the same settings. Importing this package does not import
 torch; load does.
 """
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,15 @@ for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def over
     if not (path.is_file() and part in path.read_bytes()):
         raise ImportError(f"{path} is missing, or belongs to another project")
 
-from sampling.params import ModelOptions, Sample, SamplingParams, Score, Token, check_options, plain  # noqa: E402
+from sampling.configurator import plain  # noqa: E402
+from sampling.params import (  # noqa: E402
+    ModelOptions,
+    Sample,
+    SamplingParams,
+    Score,
+    Token,
+    check_options,
+)
 from sampling.process import expand_home, shorten_spinning  # noqa: E402
 
 if TYPE_CHECKING:
@@ -34,6 +41,13 @@ if TYPE_CHECKING:
 
 __version__ = "1.0.0"
 __all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
+# Flags of sample.py, which messages name, and what load has in their place.
+ARGUMENTS = {
+    "--out_dir": "name",
+    "--init_from": "name",
+    "--tokenizer": "tokenizer",
+    "--model_file": "model_file",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -67,19 +81,22 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     name = expand_home(os.fspath(name))
     tokenizer = expand_home(plain(tokenizer))
     model_file = expand_home(plain(model_file))
-    check_options({**vars(options), "device": device, "dtype": dtype, "name": name, "tokenizer": tokenizer,
-                   "model_file": model_file})
+    check_options({**vars(options), "device": device, "dtype": dtype, "name": name,
+                   "tokenizer": tokenizer, "model_file": model_file})
     path = Path(name)
     if os.path.lexists(path):
         is_huggingface = huggingface_config(path) is not None and not (path / "ckpt.pt").is_file()
     else:
         is_huggingface = is_hub_id(name)
     if is_huggingface and model_file:
-        raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave it out")
+        raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave "
+                         "it out")
     try:
         return load_model(name, is_huggingface, device, dtype, tokenizer, model_file, options)
     except (OSError, ValueError) as error: # a program has arguments, no flags
-        flags = r"--(tokenizer|model_file)|--(out_dir|init_from)"
-        error.args = [re.sub(flags, lambda flag: flag[1] or "name", argument) if isinstance(argument, str) else argument
-                      for argument in error.args]
-        raise
+        message = str(error)
+        for flag, argument in ARGUMENTS.items():
+            message = message.replace(flag, argument)
+        if message == str(error):
+            raise
+        raise type(error)(message) from None

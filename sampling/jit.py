@@ -43,7 +43,8 @@ def parallel(function: FunctionType, variant: str = "", **options: Any) -> Kerne
     processor has a function of its own.
     """
     function = FunctionType(function.__code__, function.__globals__, function.__name__)
-    function.__qualname__ = "_".join(filter(None, [function.__name__, variant, get_host_cpu_name()]))
+    parts = [function.__name__, variant, get_host_cpu_name()]
+    function.__qualname__ = "_".join(filter(None, parts))
     with suppress(RuntimeError): # neither this folder nor the user's cache is writable
         cached = njit(cache=True, parallel=True, **OPTIONS, **options)(function)
         # A user without a home has a cache in ./~.
@@ -71,7 +72,8 @@ def load(calls: dict[Kernel, tuple]) -> None:
                 kernel(*arguments)
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
-                logger.info("compiling kernels for this processor, once, which takes some seconds ...")
+                logger.info("compiling kernels for this processor, once, which takes some seconds "
+                            "...")
         # Where both share an OpenMP, torch has as many threads as numba now.
         torch.set_num_threads(num_threads)
 

@@ -51,27 +51,37 @@ def whole_number(lowest: int, highest: float = math.inf) -> Callable[[Any], bool
     return lambda value: isinstance(value, int) and is_number(value) and lowest <= value <= highest
 
 
+def is_same_file(path: str | None, other: str | None) -> bool:
+    return bool(path and other) and os.path.realpath(path) == os.path.realpath(other)
+
+
 def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: value is None or rule(value)
 
 
+TRUE_OR_FALSE = (lambda v: isinstance(v, bool), "must be True or False")
 # Setting or field -> which values it takes, and how to say so.
 RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "init_from": (lambda v: v not in ("", "scratch"), "must be 'resume' or a Hugging Face id or folder"),
+    "init_from": (lambda v: v not in ("", "scratch"),
+                  "must be 'resume' or a Hugging Face id or folder"),
     "name": (is_nonempty_text, "must be a folder, a file or a Hugging Face id"),
-    "tokenizer": (optional(is_nonempty_text), "must be an encoding of tiktoken such as gpt2 or cl100k_base, "
-                  "a tokenizer.json or its folder, a meta.pkl, or None"),
+    "tokenizer": (optional(is_nonempty_text),
+                  "must be an encoding of tiktoken such as gpt2 or cl100k_base, a tokenizer.json "
+                  "or its folder, a meta.pkl, or None"),
     "model_file": (optional(is_nonempty_text), "must be the path of a model.py, nanogpt, or None"),
     "start": (bool, "is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'"),
     "num_samples": (whole_number(1, 10**9), "must be from 1 to 10**9"),
     "max_new_tokens": (whole_number(0, 10**9), "must be from 0 to 10**9"),
     "temperature": (lambda v: is_number(v) and 0 <= v <= sys.float_info.max,
                     "must be 0 (always the most likely token) or a larger finite number"),
-    "top_k": (optional(whole_number(0, 10**9)), "must be from 1 to 10**9, or None or 0 for every token"),
+    "top_k": (optional(whole_number(0, 10**9)),
+              "must be from 1 to 10**9, or None or 0 for every token"),
     "top_p": (optional(lambda v: is_number(v) and 0 < v <= 1),
               "must be above 0 and at most 1, or None for every token"),
-    "min_p": (optional(lambda v: is_number(v) and 0 <= v <= 1), "must be from 0 to 1, or None for every token"),
-    "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "must be from 0.01 to 100; 1 means no penalty"),
+    "min_p": (optional(lambda v: is_number(v) and 0 <= v <= 1),
+              "must be from 0 to 1, or None for every token"),
+    "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100,
+                           "must be from 0.01 to 100; 1 means no penalty"),
     "stop": (lambda v: all(isinstance(text, str) and text for text in as_list(v)),
              "must be a text or a list of texts, none of them empty, or None"),
     "seed": (lambda v: v == "random" or whole_number(-2**63, 2**64 - 1)(v),
@@ -80,41 +90,69 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
                "must be auto, cpu, cuda, cuda:N or mps"),
     "dtype": (lambda v: v in ("auto", "float32", "bfloat16", "float16", "int8"),
               "must be auto, float32, bfloat16, float16 or int8"),
-    **dict.fromkeys(["compile", "cuda_graphs", "draft", "context_shift"],
-                    (lambda v: isinstance(v, bool), "must be True or False")),
+    "compile": TRUE_OR_FALSE,
+    "cuda_graphs": TRUE_OR_FALSE,
+    "draft": TRUE_OR_FALSE,
+    "context_shift": TRUE_OR_FALSE,
     "batch_size": (optional(whole_number(1, 10**5)), "must be from 1 to 100000, or None"),
     "out_file": (optional(is_nonempty_text), "must be the path of a file, or None"),
     "logprobs": (optional(whole_number(0, 1000)), "must be from 0 to 1000, or None to save none"),
-    "num_logprobs": (optional(whole_number(0)), "must be at least 0, or None for no log-probabilities"),
+    "num_logprobs": (optional(whole_number(0)),
+                     "must be at least 0, or None for no log-probabilities"),
     "html_file": (optional(lambda v: is_nonempty_text(v) and v != "-"),
                   "must be the path of a file, or None; - is not allowed"),
 }
-CONFLICTS = [ # settings, whether their values exclude each other, and what to do
-    (("dtype", "compile"), lambda dtype, compile: dtype == "int8" and compile,
-     "dtype=int8 does not work with compile=True: leave out one of them"),
-    (("model_file", "init_from"), lambda model_file, init_from: model_file and init_from != "resume",
-     "model_file is for a ckpt.pt: leave out init_from, or model_file"),
-    (("out_file", "html_file"), lambda *paths: all(paths) and len(set(map(os.path.realpath, paths))) == 1,
-     "out_file and html_file must be two files"),
-    (("watch", "init_from"), lambda watch, init_from: watch and init_from != "resume",
-     "watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch"),
-    (("watch", "interactive"), lambda *values: any(values) and world_size() > 1,
-     "interactive=True and watch=True need a single process: run it without torchrun"),
-    (("watch", "interactive"), lambda *values: all(values),
-     "watch=True does not work with interactive=True: in a session, type :reload"),
-    (("score", "interactive"), lambda *values: all(values),
-     "score=True does not work with interactive=True: in a session, type :score"),
-    (("interactive", "out_file", "html_file"), lambda interactive, *paths: interactive and any(paths),
-     "interactive=True saves no samples: leave out_file and html_file out"),
-    (("logprobs", "out_file"), lambda logprobs, out_file: logprobs is not None and not out_file,
-     "logprobs are saved in out_file: give out_file too, or leave logprobs out"),
+
+
+class Conflict(NamedTuple):
+    """Settings that exclude each other."""
+    names: tuple[str, ...]
+    applies: Callable[..., Any] # to their values
+    remedy: str
+
+
+def both(*values: Any) -> bool:
+    return all(values)
+
+
+CONFLICTS = [
+    Conflict(("dtype", "compile"), lambda dtype, compile: dtype == "int8" and compile,
+             "dtype=int8 does not work with compile=True: leave out one of them"),
+    Conflict(("model_file", "init_from"), lambda path, source: path and source != "resume",
+             "model_file is for a ckpt.pt: leave out init_from, or model_file"),
+    Conflict(("out_file", "html_file"), is_same_file, "out_file and html_file must be two files"),
+    Conflict(("watch", "init_from"), lambda watch, source: watch and source != "resume",
+             "watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch"),
+    Conflict(("watch", "interactive"), lambda *values: any(values) and world_size() > 1,
+             "interactive=True and watch=True need a single process: run it without torchrun"),
+    Conflict(("watch", "interactive"), both,
+             "watch=True does not work with interactive=True: in a session, type :reload"),
+    Conflict(("score", "interactive"), both,
+             "score=True does not work with interactive=True: in a session, type :score"),
+    Conflict(("interactive", "out_file"), both,
+             "interactive=True saves no samples: leave out_file and html_file out"),
+    Conflict(("interactive", "html_file"), both,
+             "interactive=True saves no samples: leave out_file and html_file out"),
+    Conflict(("logprobs", "out_file"), lambda number, path: number is not None and not path,
+             "logprobs are saved in out_file: give out_file too, or leave logprobs out"),
 ]
 
 ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
-    **dict.fromkeys(["p", "prompt"], "start"), **dict.fromkeys(["m", "model"], "out_dir or init_from"),
-    **dict.fromkeys(["ckpt", "checkpoint"], "out_dir"), "n": "num_samples or max_new_tokens", "s": "seed",
-    "num_return_sequences": "num_samples", **dict.fromkeys(["n_predict", "max_length", "max_tokens"], "max_new_tokens"),
-    "temp": "temperature", "repeat_penalty": "repetition_penalty", "o": "out_file",
+    "p": "start",
+    "prompt": "start",
+    "m": "out_dir or init_from",
+    "model": "out_dir or init_from",
+    "ckpt": "out_dir",
+    "checkpoint": "out_dir",
+    "n": "num_samples or max_new_tokens",
+    "num_return_sequences": "num_samples",
+    "n_predict": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "s": "seed",
+    "o": "out_file",
 }
 
 
@@ -130,25 +168,30 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
     it cannot use.
     """
     if settings["interactive"] and "num_samples" in flags:
-        raise SettingError("interactive=True prints one sample for each prompt: leave out num_samples, and type :again "
-                           "for another", "num_samples")
+        raise SettingError("interactive=True prints one sample for each prompt: leave out "
+                           "num_samples, and type :again for another", "num_samples")
     if settings["score"]:
-        if useless := [name for name in SAMPLING_SETTINGS if name in flags]:
-            raise SettingError(f"score=True generates no samples: leave out {', '.join(useless)}, or score", "score")
-        settings = {name: value for name, value in settings.items() if name not in SAMPLING_SETTINGS}
+        useless = [name for name in SAMPLING_SETTINGS if name in flags]
+        if useless:
+            raise SettingError("score=True generates no samples: leave out "
+                               f"{', '.join(useless)}, or score", "score")
+        used = settings.keys() - {*SAMPLING_SETTINGS}
+        settings = {name: settings[name] for name in used}
     check_options(settings)
 
 
 def check_options(options: Settings) -> None:
     """Check the settings of a model and its samples, of which Python programs have fewer."""
     check_values(options)
-    for names, is_conflict, message in CONFLICTS:
-        if options.keys() >= set(names) and is_conflict(*(options[name] for name in names)):
-            raise SettingError(message, *names)
+    for names, applies, remedy in CONFLICTS:
+        if options.keys() >= {*names} and applies(*(options[name] for name in names)):
+            raise SettingError(remedy, *names)
 
 
 def as_list(value: Any) -> list:
-    return [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def choose_seed(seed: int | str, flag: str = "--seed") -> int:
@@ -163,11 +206,14 @@ def choose_seed(seed: int | str, flag: str = "--seed") -> int:
 
 def warn_about_stops(stop_texts: list[str], newline: str = "--stop='\"\\n\"'") -> None:
     for text in stop_texts:
-        if text != (composed := unicodedata.normalize("NFC", text)):
-            logger.warning(f"the stop text {text!a:.100} is decomposed (NFD); most texts have {composed!a:.100}")
+        composed = unicodedata.normalize("NFC", text)
+        if text != composed:
+            logger.warning(f"the stop text {text!a:.100} is decomposed (NFD); most texts have "
+                           f"{composed!a:.100}")
         if "\\n" in text:
-            logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
-                           f"write the text in quotes, as Python does: {newline}")
+            logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you "
+                           "mean a newline, write the text in quotes, as Python does: "
+                           f"{newline}")
 
 
 @dataclass(frozen=True)
@@ -229,7 +275,8 @@ def choose_params(settings: Settings) -> SamplingParams | ScoringParams:
 
 
 # What only sampling has, not scoring.
-SAMPLING_SETTINGS = "num_samples", "draft", *(f.name for f in fields(SamplingParams) if f.name != "num_logprobs")
+SAMPLING_SETTINGS = ["num_samples", "draft", *(field.name for field in fields(SamplingParams))]
+SAMPLING_SETTINGS.remove("num_logprobs") # a score has them too
 
 
 @dataclass(frozen=True)

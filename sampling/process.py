@@ -83,7 +83,9 @@ def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]
     others later. The dict gets them.
     """
     found: dict[str, ModuleType] = {}
-    taken = {name, __package__} if any(glob(f"{folder}/{__package__}*") for folder in folders) else {name}
+    taken = {name}
+    if any(glob(f"{folder}/{__package__}*") for folder in folders):
+        taken.add(__package__)
     hidden = {key: sys.modules.pop(key) for key in [*sys.modules] if key.partition(".")[0] in taken}
     before = {*sys.modules}
     saved = sys.path[:], sys.dont_write_bytecode
@@ -113,10 +115,12 @@ def system_interrupts() -> Iterator[None]:
     minutes. Process 1, the first one of a container, keeps Python's handlers: for it, the system
     ignores these signals.
     """
-    is_handed_over = owns_process and os.getpid() != 1
-    handlers = {number: signal.getsignal(number) for number in END_SIGNALS} if is_handed_over else {}
-    # The others are the system's.
-    ours = {number: handler for number, handler in handlers.items() if callable(handler)}
+    ours = {} # the other handlers are the system's
+    if owns_process and os.getpid() != 1:
+        for number in END_SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                ours[number] = handler
     try:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
@@ -167,8 +171,9 @@ def check_fork() -> None:
     global first_pid
     first_pid = first_pid or os.getpid()
     if first_pid != os.getpid():
-        raise RuntimeError("this process is a fork of one that loaded a model, and the model's threads do not survive "
-                           "a fork: load it after the fork (gunicorn: without --preload), or start the process with "
+        raise RuntimeError("this process is a fork of one that loaded a model, and the model's "
+                           "threads do not survive a fork: load it after the fork (gunicorn: "
+                           "without --preload), or start the process with "
                            'multiprocessing.get_context("spawn")')
 
 
@@ -238,7 +243,8 @@ def peak_memory(device: "torch.device") -> int | None:
         return torch.cuda.max_memory_allocated(device)
     with suppress(ImportError): # Windows
         import resource
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return None
 
 
@@ -248,7 +254,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     if error is None:
         return False
-    has_type = isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) == errno.ENOMEM
+    has_type = isinstance(error, MemoryError | RuntimeError)
+    if isinstance(error, OSError):
+        has_type = error.errno == errno.ENOMEM
     is_named = OUT_OF_MEMORY.search(f"{type(error).__name__} {error}") is not None
     return (has_type and is_named) or is_out_of_memory(error.__context__)
 

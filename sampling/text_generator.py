@@ -64,7 +64,8 @@ class TextGenerator:
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
         samples = self.make_samples(prompts, num_samples)
-        return [sample for sample, _ in self.run(samples, params, batch_size, **settings) if sample.finish_reason]
+        steps = self.run(samples, params, batch_size, **settings)
+        return [sample for sample, _ in steps if sample.finish_reason]
 
     def stream(self, prompt: str, params: SamplingParams | None = None,
                **settings: Any) -> Iterator[str]:
@@ -93,8 +94,8 @@ class TextGenerator:
             if not isinstance(text, str):
                 raise TypeError(at(prompt, f"a prompt must be a str; got {text!r:.100}"))
             if not text:
-                raise ValueError(at(prompt, "a prompt is empty, but a sample needs something to continue, such as a "
-                                            "newline"))
+                raise ValueError(at(prompt, "a prompt is empty, but a sample needs something to "
+                                            "continue, such as a newline"))
             located.append(prompt)
         return list(make_samples(located, self.tokenizer, num_samples, is_score=is_score))
 
@@ -118,8 +119,8 @@ class TextGenerator:
     def check_params(self, params: SamplingParams) -> None:
         """Raises ValueError if this model cannot be sampled so."""
         if params.context_shift and not self.backend.has_cache:
-            raise ValueError("context_shift=True shortens a cache, but the model of model_file runs itself, without "
-                             "one: leave out context_shift")
+            raise ValueError("context_shift=True shortens a cache, but the model of model_file "
+                             "runs itself, without one: leave out context_shift")
 
     def announce(self, samples: Iterable[Sample], params: SamplingParams) -> Iterator[Sample]:
         """Yield the samples. Says what the user may not expect of them."""
@@ -133,13 +134,15 @@ class TextGenerator:
             if num_ids > block_size and is_new and not is_crop_announced:
                 is_crop_announced = True
                 seen = self.tokenizer.decode(sample.prompt_ids[-block_size:])[:40]
-                logger.info(at(sample.prompt, f"the prompt has {num_ids} tokens, but the model sees only the last "
-                                              f"{block_size} of any, here from {seen!r} on"))
+                logger.info(at(sample.prompt, f"the prompt has {num_ids} tokens, but the model "
+                                              f"sees only the last {block_size} of any, here "
+                                              f"from {seen!r} on"))
             is_past = min(block_size, num_ids) + params.max_new_tokens > block_size
             if is_past and is_new and can_shift and not self.has_announced_window:
                 self.has_announced_window = True
-                logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT; with "
-                            "--context_shift, a full window loses its older half: much faster, but other text")
+                logger.info(f"past {block_size} tokens, each token recomputes the whole window, "
+                            "as in nanoGPT; with --context_shift, a full window loses its older "
+                            "half: much faster, but other text")
             yield sample
 
     def warn_about_stops(self, stop_texts: list[str]) -> None:
@@ -149,8 +152,8 @@ class TextGenerator:
         for text in stop_texts:
             missing = self.tokenizer.missing_from(text)
             if missing and "\\n" not in text: # of which there is a warning already
-                logger.warning(f"the stop text {text!r:.100} never occurs: {self.tokenizer.source} lacks "
-                               f"{min(missing)!r}")
+                logger.warning(f"the stop text {text!r:.100} never occurs: "
+                               f"{self.tokenizer.source} lacks {min(missing)!r}")
 
 
 def load_model(name: str, is_huggingface: bool, device: str, dtype: str, tokenizer: str | None,

@@ -180,8 +180,8 @@ class CUDABackend(EagerBackend):
             raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this "
                              f"process: run it again with --cuda_graphs=False ({reason})") from None
         self.has_graphs = False
-        logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is "
-                       "slower")
+        logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which "
+                       "is slower")
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
         """Whether the logits (B, V) of a graph agree with the plain model's, as far as rounding
@@ -199,8 +199,10 @@ class CUDABackend(EagerBackend):
             return True
         worst = (error - limit).argmax()
         self.has_graphs = False
-        logger.warning(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
-                       f"{error[worst] / std[worst]:.3g} standard deviations; {limit[worst] / std[worst]:.3g} is "
+        difference = error[worst] / std[worst]
+        allowed = limit[worst] / std[worst]
+        logger.warning("the fast path for GPUs computes other logits than the plain model here (a "
+                       f"difference of {difference:.3g} standard deviations; {allowed:.3g} is "
                        "allowed): continuing with the plain model, which is slower")
         return False
 

@@ -59,9 +59,9 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as error: # torch has no code for this GPU, or its driver is too old
         if process.is_out_of_memory(error):
             raise
-        reason = (f"the GPU cannot run torch {torch.__version__} ({process.first_sentence(error)}): "
-                  "update its driver, or install a build of torch that supports it "
-                  "(https://pytorch.org/get-started)")
+        why = process.first_sentence(error)
+        reason = (f"the GPU cannot run torch {torch.__version__} ({why}): update its driver, or "
+                  "install a build of torch that supports it (https://pytorch.org/get-started)")
     if name != "auto":
         raise ValueError(f"{reason}, or use device=cpu")
     logger.warning(f"{reason}; continuing on the CPU")
@@ -78,9 +78,9 @@ def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> 
     if name == "int8":
         process.has_numba(is_required=True)
     if device.type == "mps" and name in ("float16", "bfloat16") and torch.__version__ < (2, 11):
-        raise ValueError(f"dtype={name} on MPS needs torch 2.11 or newer, because older ones compute "
-                         f"wrong attention; got torch {torch.__version__}: use dtype=float32, or "
-                         "install a newer torch")
+        raise ValueError(f"dtype={name} on MPS needs torch 2.11 or newer, because older ones "
+                         f"compute wrong attention; got torch {torch.__version__}: use "
+                         "dtype=float32, or install a newer torch")
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device
@@ -112,7 +112,8 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()}
     if checkpoint.own_model:
         backend = OwnBackend(checkpoint.own_model, config, device, dtype, options.compile)
-    elif wants_kernels(config, device, dtype, options, num_steps) and process.has_numba(dtype == torch.int8):
+    elif (wants_kernels(config, device, dtype, options, num_steps)
+          and process.has_numba(dtype == torch.int8)):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, options.draft)
     else:

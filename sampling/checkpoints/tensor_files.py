@@ -162,7 +162,8 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     records = {}
     for key, entry in header.items():
         dtype = entry["dtype"]
-        require(dtype in DTYPES, f"it has a tensor of the type {dtype!r:.20}, which is not supported")
+        require(dtype in DTYPES,
+                f"it has a tensor of the type {dtype!r:.20}, which is not supported")
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         tensor = stored_tensor(key, DTYPES[dtype], shape, shape, 0) # checks the shape

@@ -15,8 +15,10 @@ from sampling.process import is_out_of_memory, rank
 
 # Symbols for control characters, except tab and newline, and for characters that change the
 # direction of text. A terminal would interpret the characters.
-CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
-                    **dict.fromkeys([*range(0x80, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)], "\ufffd")}
+CONTROL_PICTURES = {i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}
+CONTROL_PICTURES[0x7f] = "\u2421"
+for invisible in range(0x80, 0xa0), range(0x202a, 0x202f), range(0x2066, 0x206a):
+    CONTROL_PICTURES.update(dict.fromkeys(invisible, "\ufffd"))
 
 
 class ConsoleHandler(logging.Handler):
@@ -98,19 +100,21 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
         return end_run(0)
     except KeyboardInterrupt: # in a notebook or a session; otherwise Ctrl-C calls end_by_signal
         hard_exit(130)
-    except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
+    except BrokenPipeError: # the reader of the samples has ended, as in: python sample.py | head
         hard_exit(141)
     except (ValueError, OSError) as error:
         message = str(error)
     except ModuleNotFoundError as error:
-        status, message = 1, (f"{error} in {sys.executable}: use a Python with the packages of requirements.txt, such "
-                              "as .venv/bin/python")
+        status = 1
+        message = (f"{error} in {sys.executable}: use a Python with the packages of "
+                   "requirements.txt, such as .venv/bin/python")
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        status, message = 1, ("out of memory: the model, or a single sample, does not fit "
-                              f"({str(error) or 'no details available':.200}): use a smaller model, fewer "
-                              "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8")
+        status = 1
+        message = ("out of memory: the model, or a single sample, does not fit "
+                   f"({str(error) or 'no details available':.200}): use a smaller model, fewer "
+                   "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8")
     line = " ".join(message.split())
     if _console.rank: # rank 0 may have the same error: then it ends before this process shows it
         time.sleep(5)
@@ -154,9 +158,11 @@ def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        advice = (f"the folder {os.path.dirname(os.path.realpath(name))} is missing, or takes no files; create it, or "
-                  "give another path")
-        reason = advice if isinstance(error, FileNotFoundError) else error.strerror
+        reason = error.strerror
+        if isinstance(error, FileNotFoundError):
+            folder = os.path.dirname(os.path.realpath(name))
+            reason = (f"the folder {folder} is missing, or takes no files; create it, or give "
+                      "another path")
         raise OSError(f"cannot write {name!r:.200}: {reason}") from None
 
 

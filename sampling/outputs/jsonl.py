@@ -300,7 +300,8 @@ def open_output(path: str) -> BinaryIO:
             raise ValueError(f"{path} is where standard output goes: give another path; out_file=- "
                              "prints the lines instead of the samples")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is a folder, a device or a pipe, and not a file: give another path")
+        raise ValueError(f"{path} is a folder, a device or a pipe, and not a file: give another "
+                         "path")
     with name_write_errors(path):
         file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     with suppress(ImportError, OSError): # Windows, and file systems without locks

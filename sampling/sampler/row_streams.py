@@ -79,7 +79,8 @@ class RowStreams:
         is_bits = self.device.type == "cpu" and exponential_is_from_bits()
         dtype = torch.int64 if is_bits else torch.float32
         device = run.generator.device
-        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=device) # (B, V)
+        shape = len(samples), run.vocab_size # (B, V)
+        self.numbers = torch.empty(shape, dtype=dtype, device=device)
         self.ahead: deque[Tensor] = deque() # the numbers of the next steps that were peeked at
 
     def select_rows(self, rows: list[int]) -> None:
