@@ -18,13 +18,15 @@ here = Path(__file__).resolve().parent
 sys.path.insert(0, str(here.parent))
 from model import GPT, GPTConfig  # noqa: E402
 
-steps, warmup, batch_size = 6_000, 100, 8
+steps = 6_000
+warmup = 100
+batch_size = 8
 learning_rate = {"Muon": 8e-3, "AdamW": 3e-3} # of the matrices in the blocks; of everything else
 shape = dict(n_layer=6, n_head=4, n_embd=192, block_size=512, bias=False, dropout=0.1)
 
 
 def batch(ids):
-    """A batch of training data: ids (B, T) from random places of the text, and the next id of each."""
+    """Training data: ids (B, T) from random places of the text, and the next id of each."""
     starts = torch.randint(len(ids) - shape["block_size"], (batch_size, 1))
     at = starts + torch.arange(shape["block_size"])
     return ids[at], ids[at + 1]
@@ -35,9 +37,12 @@ def validation_loss(model, ids):
     """The loss in nats per character, in float32, over all ids in windows that do not overlap."""
     T = shape["block_size"]
     n = (len(ids) - 1) // T * T
-    x, y = ids[:n].view(-1, T), ids[1:n + 1].view(-1, T)
-    losses = [model(a, b)[1].item() * len(a) for a, b in zip(x.split(16), y.split(16), strict=True)]
-    return sum(losses) / len(x)
+    x = ids[:n].view(-1, T)
+    y = ids[1:n + 1].view(-1, T)
+    loss = 0.0
+    for a, b in zip(x.split(16), y.split(16), strict=True):
+        loss += model(a, b)[1].item() * len(a)
+    return loss / len(x)
 
 
 def schedule(step):
@@ -51,7 +56,7 @@ def half_precision(model):
 
 
 def encode(text):
-    """The ids of the characters. Writes meta.pkl, the vocabulary. Returns the ids and the vocabulary's size."""
+    """Write meta.pkl. Returns the ids of the characters, and the size of the vocabulary."""
     chars = sorted(set(text))
     stoi = {char: i for i, char in enumerate(chars)}
     meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": stoi}
@@ -60,36 +65,47 @@ def encode(text):
 
 
 def make_optimizers(model):
-    """Muon for the matrices in the blocks, AdamW for everything else. Returns them and their schedulers."""
+    """Muon for the matrices in the blocks, AdamW for everything else, and their schedulers."""
     matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=learning_rate["Muon"], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=learning_rate["AdamW"], weight_decay=0.0, betas=(0.9, 0.99), fused=True),
-    ]
-    return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
+    muon = torch.optim.Muon(matrices, lr=learning_rate["Muon"], weight_decay=0.1,
+                            adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=learning_rate["AdamW"], weight_decay=0.0,
+                              betas=(0.9, 0.99), fused=True)
+    optimizers = [muon, adamw]
+    return optimizers, [torch.optim.lr_scheduler.LambdaLR(each, schedule) for each in optimizers]
 
 
 def save(model, step, loss):
     """Write ckpt.pt as nanoGPT's train.py does, without the optimizer's state."""
-    torch.save({
-        "model": model.state_dict(), "model_args": dict(shape, vocab_size=model.config.vocab_size), "iter_num": step,
+    settings = {
+        "dataset": "shakespeare_char",
+        "batch_size": batch_size,
+        "learning_rate": learning_rate["AdamW"],
+    }
+    content = {
+        "model": model.state_dict(),
+        "model_args": dict(shape, vocab_size=model.config.vocab_size),
+        "iter_num": step,
         "best_val_loss": loss,
-        "config": dict(shape, dataset="shakespeare_char", batch_size=batch_size, learning_rate=learning_rate["AdamW"]),
-    }, here / "ckpt.pt")
+        "config": {**shape, **settings},
+    }
+    torch.save(content, here / "ckpt.pt")
 
 
 def main(text_file):
-    """Train on the first nine tenths of the text. Save the weights with the lowest loss on the last tenth."""
+    """Train on nine tenths of the text. Save the weights with the lowest loss on the rest."""
     ids, vocab_size = encode(Path(text_file).read_text(encoding="utf-8"))
-    train, val = ids[:len(ids) * 9 // 10], ids[len(ids) * 9 // 10:]
+    train, val = ids.tensor_split([len(ids) * 9 // 10])
     torch.manual_seed(1337)
     model = GPT(GPTConfig(vocab_size=vocab_size, **shape))
     for block in model.transformer.h:
         block.attn.dropout.p = 0.0 # with dropout, attention is slow on a CPU
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.998)) # of the weights of about 500 steps
+    # Of the weights of about 500 steps.
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.998))
     optimizers, schedulers = make_optimizers(model)
-    began, best = time.time(), math.inf
+    began = time.time()
+    best = math.inf
     for step in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
             _, loss = model(*batch(train))
@@ -103,8 +119,8 @@ def main(text_file):
         if (step + 1) % 250 == 0:
             half = half_precision(average.module)
             held_out = validation_loss(copy.deepcopy(half).float(), val)
-            print(f"step {step + 1}: train {loss.item():.4f}, validation {held_out:.4f}, {time.time() - began:.0f} s",
-                  flush=True)
+            print(f"step {step + 1}: train {loss.item():.4f}, validation {held_out:.4f}, "
+                  f"{time.time() - began:.0f} s", flush=True)
             if held_out < best:
                 best = held_out
                 save(half, step + 1, best)

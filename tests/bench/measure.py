@@ -8,20 +8,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from project import PROJECT, save_gpt2_encoding
+from project import SCRIPT, save_gpt2_encoding
 
-HERE, SCRIPT = Path(__file__).resolve().parent, PROJECT / "sample.py"
-
-# Prompts: one letter; a quarter of the 10.6M model's window, which its tokens then fill; or enough to fill it at once.
-SHORT, QUARTER, FULL = "a", "a" * 64, "a" * 256
+HERE = Path(__file__).resolve().parent
+# Prompts: one letter; a quarter of the 10.6M model's window, which its tokens then fill; or enough
+# to fill it at once.
+SHORT = "a"
+QUARTER = "a" * 64
+FULL = "a" * 256
 
 
 class Case:
-    """One line of a table. command(length) starts a process that generates length tokens per sample.
+    """One line of a table. command(length) starts a process that generates length tokens per
+    sample.
 
-    The process is timed for two lengths. The rate is the difference in tokens divided by the difference in time, so
-    start-up and loading cancel out. sample.py uses its kernels only in runs that pay for them (MIN_EAGER_SECONDS in
-    backends/prepare.py), so its shorter length must be long enough for them, if the longer one is.
+    The process is timed for two lengths. The rate is the difference in tokens divided by the
+    difference in time, so start-up and loading cancel out. sample.py uses its kernels only in runs
+    that pay for them (MIN_EAGER_SECONDS in backends/prepare.py), so its shorter length must be long
+    enough for them, if the longer one is.
     """
 
     def __init__(self, row, name, command, lengths, samples, busy=0, threads=None):
@@ -38,12 +42,16 @@ class Case:
     def of(self, script):
         def command(length):
             return [script if part == SCRIPT else part for part in self.command(length)]
-        return Case(self.row, f"{self.name}, other", command, self.lengths, self.samples, self.busy, self.threads)
+        name = f"{self.name}, other"
+        return Case(self.row, name, command, self.lengths, self.samples, self.busy, self.threads)
 
     def run(self):
-        """Time both lengths once, after a run that reads the files into memory: the system may have dropped them."""
+        """Time both lengths once, after a run that reads the files into memory: the system may have
+        dropped them.
+        """
         timed(self.command(self.lengths[0]), self.threads)
-        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(self.busy)]
+        busy = [sys.executable, "-c", "while True: pass"]
+        others = [subprocess.Popen(busy) for _ in range(self.busy)]
         try:
             for length in self.lengths:
                 seconds, memory = timed(self.command(length), self.threads)
@@ -69,7 +77,8 @@ class Case:
 
     def over(self, other):
         """How many times as fast as another case: the median of the rounds."""
-        return statistics.median(ours / theirs for ours, theirs in zip(self.rates(), other.rates(), strict=True))
+        rounds = zip(self.rates(), other.rates(), strict=True)
+        return statistics.median(ours / theirs for ours, theirs in rounds)
 
 
 def timed(command, threads=None):
@@ -78,7 +87,8 @@ def timed(command, threads=None):
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     start = time.perf_counter()
-    process = subprocess.Popen(list(map(str, command)), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen([*map(str, command)], env=env, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE)
     messages = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
@@ -89,8 +99,9 @@ def timed(command, threads=None):
 def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, more=()):
     """A function length -> command, which runs sample.py."""
     def command(length):
-        return [sys.executable, SCRIPT, source, f"--num_samples={samples}", f"--max_new_tokens={length}",
-                f"--batch_size={batch_size or samples}", f"--dtype={dtype}", f"--start={start}", "--device=cpu", *more]
+        return [sys.executable, SCRIPT, source, f"--num_samples={samples}",
+                f"--max_new_tokens={length}", f"--batch_size={batch_size or samples}",
+                f"--dtype={dtype}", f"--start={start}", "--device=cpu", *more]
     return command
 
 
@@ -98,13 +109,16 @@ def score_py(source, folder):
     """A function length -> command, which runs sample.py to score a text of length + 1 tokens."""
     def command(length):
         text = folder / f"text of {length}"
-        text.write_text((" a" if "init_from" in source else "a") * (length + 1)) # GPT-2 has tokens such as aaaa
+        token = " a" if "init_from" in source else "a" # GPT-2 has tokens such as aaaa
+        text.write_text(token * (length + 1))
         return [sys.executable, SCRIPT, source, f"--start=FILE:{text}", "--score", "--device=cpu"]
     return command
 
 
 def contender(name, folder, *arguments):
-    """The command that runs contenders.py. It is a new process, because a fork starts with its parent's peak memory."""
+    """The command that runs contenders.py. It is a new process, because a fork starts with its
+    parent's peak memory.
+    """
     return [sys.executable, HERE / "contenders.py", name, folder, *arguments]
 
 
@@ -117,7 +131,8 @@ def make_models(folder, names):
     """Make random models of the named shapes, and GPT-2's encoding where tiktoken looks for it."""
     subprocess.run(contender("models", folder, *names), check=True, stderr=subprocess.DEVNULL)
     (folder / "vocabulary").mkdir()
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(save_gpt2_encoding(folder / "vocabulary")))
+    vocabulary = save_gpt2_encoding(folder / "vocabulary")
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(vocabulary))
 
 
 def count(samples):
