@@ -1,4 +1,4 @@
-"""A script with settings, a fixture that runs the configurator on it, and one with what the configurator logs."""
+"""A script with settings, and a fixture that runs the configurator on it."""
 import pytest
 
 from sampling.configurator import override
@@ -27,7 +27,10 @@ def main():
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """script(*arguments, validate=..., aliases=...) runs override on a fresh script -> the settings that it changes."""
+    """script(*arguments, validate=..., aliases=...) runs override on a fresh script.
+
+    Returns the settings that it changes.
+    """
     path = tmp_path / "project" / "script.py"
     path.parent.mkdir()
     path.write_text(SOURCE)
@@ -42,6 +45,8 @@ def script(tmp_path, monkeypatch):
         except ValueError:
             assert scope == before
             raise
-        assert list(settings) == ["text", "count", "rate", "top", "flag", "ends", "pick"] and scope == before | settings
-        return {name: value for name, value in settings.items() if repr(value) != repr(before[name])}
+        assert " ".join(settings) == "text count rate top flag ends pick"
+        assert scope == before | settings
+        return {name: value for name, value in settings.items()
+                if repr(value) != repr(before[name])}
     return run

@@ -1,5 +1,9 @@
-"""The configurator executes settings files and reads what they set. The script is that of conftest.py."""
+"""The configurator executes settings files and reads what they set.
+
+The script is that of conftest.py. In the tables, a space ends an argument.
+"""
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -10,24 +14,44 @@ from sampling.configurator import find_settings, override
 from sampling.params import ALIASES, SettingError
 
 
-def write(**files):
+def write_modules(folder, contents):
+    for name, content in contents.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def write(**contents):
     """Write NAME.py, with this content, in the working directory of the script."""
-    for name, content in files.items():
-        Path(f"{name}.py").write_text(content)
+    write_modules(Path(), contents)
 
 
-@pytest.mark.parametrize("arguments, changes", [
-    (["a.py", "b.py", "--rate=0.5"], {"count": 2, "rate": 0.5}), (["b.py", "a.py"], {"count": 1, "rate": 1.0}),
-    (["c.py", "--ends=A", "--ends=B"], {"ends": ["A", "B"]}), (["--ends=A", "c.py", "--ends=B"], {"ends": "B"}),
-    (["--count=7", "--ends=A", "b.py", "--ends=B"], {"count": 8, "ends": ["A", "B"]})], ids=str)
+@pytest.mark.parametrize("arguments, changes", {
+    "a.py b.py --rate=0.5": {"count": 2, "rate": 0.5},
+    "b.py a.py": {"count": 1, "rate": 1.0},
+    "c.py --ends=A --ends=B": {"ends": ["A", "B"]},
+    "--ends=A c.py --ends=B": {"ends": "B"},
+    "--count=7 --ends=A b.py --ends=B": {"count": 8, "ends": ["A", "B"]},
+}.items())
 def test_files_and_arguments_apply_in_order(script, arguments, changes):
     write(a="count = 1\nrate = 1\n", b="count = count + 1\n", c="ends = ['X']\n")
-    assert script(*arguments) == changes
+    assert script(*arguments.split()) == changes
 
 
-def test_numbers_of_numpy_and_paths_are_plain_values(script):
-    write(a="import numpy, pathlib\ncount = numpy.int64(7)\nrate = numpy.float32(0.5)\nflag = numpy.True_\n"
-            "text = pathlib.Path('x')\nends = ('A', 'B')\n")
+NUMBERS = """
+import numpy, pathlib
+def seven(): return torch.tensor(7)
+count = seven()
+rate = numpy.float32(math.sqrt(0.25))
+flag = numpy.True_
+text = pathlib.Path('x')
+ends = ('A', 'B')
+"""
+
+
+def test_numbers_of_numpy_and_torch_and_paths_are_plain_values(script):
+    """As in nanoGPT, a file may use torch, and what the script has imported."""
+    write(a=NUMBERS)
     changes = {"text": "x", "count": 7, "rate": 0.5, "flag": True, "ends": ["A", "B"]}
     assert repr(script("a.py")) == repr(changes)
 
@@ -36,7 +60,8 @@ def test_numbers_of_numpy_and_paths_are_plain_values(script):
 def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, path):
     Path("else where").mkdir()
     Path(path).write_text("count = 1\n")
-    assert script(path.removeprefix("project/"), aliases={"t": "text"}) == {"count": 1} # the script is in project/
+    found = path.removeprefix("project/") # where the script is
+    assert script(found, aliases={"t": "text"}) == {"count": 1}
 
 
 def test_a_file_may_be_a_pipe(script):
@@ -48,46 +73,75 @@ def test_a_file_may_be_a_pipe(script):
     os.close(reader)
 
 
-@pytest.mark.parametrize("arguments, error", [
-    (["a.py", "b.py", "--text=x"], "a.py: count must not be 13"), (["a.py", "--count=13"], "count must not be 13"),
-    (["--count=13", "b.py"], "count must not be 13"), (["b.py", "--flag", "--rate=13"], "flag needs another rate"),
-    (["c.py", "--count=3", "--rate=13"], "c.py: flag needs another rate"),
-    (["d.py", "--count=13"], "count must not be 13")], ids=str) # although the error has a word that is a setting
+def refuse(settings, flags):
+    if settings["count"] == 13:
+        # The message of d.py has the name of a setting that is not wrong.
+        raise SettingError(f"count must not be 13; the {settings['text']} is another", "count")
+    if settings["rate"] == 13 and settings["flag"]:
+        raise SettingError("flag needs another rate", "flag", "rate")
+
+
+@pytest.mark.parametrize("arguments, error", {
+    "a.py b.py --text=x": "a.py: count must not be 13",
+    "a.py --count=13": "count must not be 13",
+    "--count=13 b.py": "count must not be 13",
+    "d.py --count=13": "count must not be 13",
+    "b.py --flag --rate=13": "flag needs another rate",
+    "c.py --count=3 --rate=13": "c.py: flag needs another rate",
+}.items())
 def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, arguments, error):
     write(a="count = 13\n", b="rate = 0.5\n", c="count = 13\nflag = True\n", d="text = 'text'\n")
-
-    def refuse(settings, flags):
-        if settings["count"] == 13:
-            raise SettingError(f"count must not be 13; the {settings['text']} is another", "count")
-        if settings["rate"] == 13 and settings["flag"]:
-            raise SettingError("flag needs another rate", "flag", "rate")
     with pytest.raises(ValueError, match=f"^{error}"):
-        script(*arguments, validate=refuse)
-    assert script("a.py", "--count=3", validate=refuse) == {"count": 3} # the argument replaces what the file sets
+        script(*arguments.split(), validate=refuse)
+    replaced = script("a.py", "--count=3", validate=refuse)
+    assert replaced == {"count": 3}
 
 
-@pytest.mark.parametrize("content, sets_nothing", [
-    ("# count = 3\n", True), ('{"count": 3, "rate": 1}', True), ("count: 3\nrate: 0.5\n", True),
-    ("count = 10", False), ("learning_rate = 3", False), ("exec('count = 3')", False)])
-def test_a_file_that_sets_nothing_gets_a_warning(script, messages, content, sets_nothing):
+NOTHING = ["a.py sets nothing; a settings file is Python that assigns settings"]
+CONUT = ["a.py sets conut, which is not a setting; did you mean count?"]
+
+
+@pytest.mark.parametrize("content, warnings", [
+    ("# count = 3\n", NOTHING),
+    ('{"count": 3, "rate": 1}', NOTHING),
+    ("count: 3\nrate: 0.5\n", NOTHING),
+    ("count = 10", []),
+    ("learning_rate = 3", []),
+    ("exec('count = 3')", []),
+    ("conut = 3\nfor c in range(3): pass\n", CONUT),
+])
+def test_a_file_that_sets_nothing_or_misspells_a_setting_gets_a_warning(
+        script, messages, content, warnings):
     write(a=content)
     script("a.py")
-    warning = "a.py sets nothing; a settings file is Python that assigns settings"
-    assert [line for line in messages if not line.startswith("settings: ")] == [warning] * sets_nothing
+    assert [line for line in messages if not line.startswith("settings: ")] == warnings
+
+
+def test_what_a_file_prints_goes_to_stderr(script, capsys):
+    write(a="print('hello')\n")
+    script("a.py")
+    assert capsys.readouterr() == ("", "hello\n")
 
 
 @pytest.mark.parametrize("path, content, message", [
-    ("a.json", b'{"count": 3}', "'a.json' is JSON, but a settings file is Python, such as: temperature = 0.8"),
-    ("a.toml", b"flag = false", "'a.toml' is TOML"), ("b/a.yml", b"count: 3", "'b/a.yml' is YML"),
-    ("a.py", "count = 3".encode("utf-16-le"), "'a.py' is not a settings file"), # it could be anything
-    ("a.py", "\ufeffcount = 3".encode("utf-16-le"), "'a.py' is in UTF-16: save it as UTF-8"),
-    ("a.py", "\ufeffcount = 3".encode("utf-16-be"), "'a.py' is in UTF-16: save it as UTF-8")], ids=str)
+    ("a.json", '{"count": 3}', "'a.json' is JSON, but a settings file is Python, such as: "),
+    ("a.toml", "flag = false", "'a.toml' is TOML"),
+    ("b/a.yml", "count: 3", "'b/a.yml' is YML"),
+    ("a.py", "c\0o\0u\0n\0t\0", "'a.py' is not a settings file"), # it could be anything
+])
 def test_a_file_in_another_format_is_an_error_that_names_it(script, path, content, message):
     Path("b").mkdir()
-    Path(path).write_bytes(content)
+    Path(path).write_text(content)
     with pytest.raises(ValueError) as error:
         script(path)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_is_an_error_that_says_so(script, encoding):
+    Path("a.py").write_text("\ufeffcount = 3", encoding)
+    with pytest.raises(ValueError, match=r"^'a\.py' is in UTF-16: save it as UTF-8"):
+        script("a.py")
 
 
 @pytest.mark.parametrize("content, message", [
@@ -95,7 +149,8 @@ def test_a_file_in_another_format_is_an_error_that_names_it(script, path, conten
     ("flag = 0", "a.py: flag takes True or False, got 0"), # although 0 == False
     ("x = 1\ncount = (", "a.py, line 2: SyntaxError"),
     ("def f():\n    1 / 0\nf()", "a.py, line 2: ZeroDivisionError"),
-    ("import sys\nsys.exit(0)", "a.py, line 2: SystemExit: 0")], ids=repr)
+    ("import sys\nsys.exit(0)", "a.py, line 2: SystemExit: 0"),
+])
 def test_an_error_in_a_settings_file_names_the_file_and_line(script, content, message):
     write(a=content)
     with pytest.raises(ValueError) as error:
@@ -103,53 +158,54 @@ def test_an_error_in_a_settings_file_names_the_file_and_line(script, content, me
     assert message in str(error.value)
 
 
+TRAINING = """
+import os
+out_dir = 'o'; dataset = 'd'; batch_size = 12; block_size = 64; learning_rate = 1e-3
+num, temp = 1, 2.0 # prefixes of settings cause no warnings either
+def helper(): return 1
+"""
+
+
 def test_training_settings_files_cause_no_warnings(tmp_path, messages):
-    path, scope = tmp_path / "train.py", {"__file__": str(SCRIPT)}
-    path.write_text("import os\nout_dir = 'o'; dataset = 'd'; batch_size = 12; block_size = 64; learning_rate = 1e-3\n"
-                    "num, temp = 1, 2.0 # prefixes of settings cause no warnings either\ndef helper(): return 1\n")
-    exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
-    settings = override(scope, [str(path)])
-    assert settings["out_dir"] == "o" and settings["batch_size"] == 12 # samples at once
-    assert [line.partition(": ")[0] for line in messages] == ["settings"]
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    settings = override(runpy.run_path(str(SCRIPT)), [str(path)])
+    assert settings["out_dir"] == "o"
+    assert settings["batch_size"] == 12 # samples at once
+    message, = messages
+    assert message.startswith("settings: ")
 
 
-def test_a_misspelt_setting_causes_a_warning_and_what_a_file_prints_goes_to_stderr(script, messages, capsys):
-    write(a="conut = 3\nfor c in range(3): pass\nprint('hello')\n")
-    assert script("a.py") == {}
-    assert messages == ["a.py sets conut, which is not a setting; did you mean count?"]
-    assert capsys.readouterr() == ("", "hello\n")
+def test_a_settings_file_imports_its_neighbours_and_no_module_of_theirs_stays(
+        script, tmp_path, monkeypatch):
+    """Two files import different neighbours of the same names.
 
-
-def test_a_settings_file_imports_its_neighbours_and_no_module_of_theirs_stays(script, tmp_path, monkeypatch):
-    """Two files import different neighbours of the same names: one of this package, one of the script's folder."""
-    Path("project/config").mkdir()
-    Path("project/config/base.py").write_text("from shared import *\n")
-    Path("lib").mkdir()
-    Path("lib/installed.py").touch() # as in a virtual environment in the working directory
+    One is called like this package, one like a folder beside the script.
+    """
+    write_modules(tmp_path / "project", {"config/base": "from shared import *\n"})
+    # As in a virtual environment in the working directory.
+    write_modules(tmp_path / "lib", {"installed": ""})
     monkeypatch.syspath_prepend(tmp_path / "lib")
     monkeypatch.syspath_prepend(tmp_path / "project") # Python puts a script's folder there
-    path = [*sys.path]
+    path = list(sys.path)
     for number in 1, 2:
         folder = tmp_path / f"clone{number}"
-        (folder / "config").mkdir(parents=True)
-        (folder / "config" / "base.py").write_text(f"from shared import *\nrate = {number}\n")
-        (folder / "shared.py").write_text(f"text = 'text {number}'\n")
-        (folder / "sampling.py").write_text(f"count = {number}\n")
-        (folder / "a.py").write_text("import installed\nfrom config.base import *\nfrom sampling import count\n")
+        write_modules(folder, {
+            "config/base": f"from shared import *\nrate = {number}\n",
+            "shared": f"text = 'text {number}'\n",
+            "sampling": f"count = {number}\n",
+            "a": "import installed\nfrom config.base import *\nfrom sampling import count\n",
+        })
         monkeypatch.chdir(folder)
-        assert script("a.py") == {"text": f"text {number}", "count": number, "rate": float(number)}
-        assert sys.path == path and sys.modules["sampling.configurator"].override is override
-        assert not {"config", "config.base", "shared"} & sys.modules.keys() and "installed" in sys.modules
+        expected = {"text": f"text {number}", "count": number, "rate": float(number)}
+        assert script("a.py") == expected
+        assert sys.path == path
+        assert sys.modules["sampling.configurator"].override is override
+        assert "installed" in sys.modules
+        assert not {"config", "config.base", "shared"} & sys.modules.keys()
 
 
-def test_a_settings_file_may_use_torch_as_in_nanogpt(script):
-    write(a="def three(): return torch.ones(3).numel()\ncount = three() + int(math.sqrt(4))\n")
-    assert script("a.py") == {"count": 5}
-
-
-# ---- names of other programs
-
-def test_aliases_name_settings_but_are_not_settings():
+def test_names_of_other_programs_stand_for_settings_but_are_none():
     settings = find_settings(SCRIPT).keys()
     assert not ALIASES.keys() & settings
     for meant in ALIASES.values():
