@@ -28,7 +28,7 @@ VALID = { # the ends of each range, and what means "off"
     "seed": [-2**63, 2**64 - 1, "random"],
     "device": ["cuda", "cuda:12"],
     "dtype": ["float16", "int8"],
-    "batch_size": [10**5],
+    "batch_size": [1, 10**5],
     "start": ["None"],
     "draft": [False],
     "out_file": ["-"],
