@@ -4,61 +4,78 @@ from dataclasses import replace
 
 import pytest
 
+import pages
 from models import make_gpt, save_checkpoint
 from pages import CHECKPOINT_ID, make_token
-from pages import SETTINGS as ALL_SETTINGS
 from sampling.outputs.jsonl import LinesFile, Run, read_records, run_settings
 from sampling.params import RESULT_FIELDS, Prompt, Sample, Token
 
 SETTINGS = {"seed": 1, "stop": []}
 SAMPLE = Sample(1, Prompt("é", 5, other_fields={"label": [1], "none": None}), [])
-LIKELY = [make_token("a", 0.5, a=0.5, b=0.25, c=0.125), make_token("", 0.7), make_token("é\n", 0.0004, x=0.9)]
+LIKELY = [
+    make_token("a", 0.5, a=0.5, b=0.25, c=0.125),
+    make_token("", 0.7),
+    make_token("é\n", 0.0004, x=0.9),
+]
 
 
-def line_of(tokens, logprobs=None, sample=SAMPLE):
-    settings = SETTINGS if logprobs is None else SETTINGS | {"logprobs": logprobs}
-    return Run(CHECKPOINT_ID, settings).line(replace(sample, tokens=tokens, finish_reason="length"))
+def line_of(tokens, sample=SAMPLE, **more):
+    finished = replace(sample, tokens=tokens, finish_reason="length")
+    return Run(CHECKPOINT_ID, SETTINGS | more).line(finished)
 
 
 def test_a_line_has_the_fields_of_the_prompt_then_those_of_the_sample():
     line = json.loads(line_of(LIKELY))
-    assert list(line) == ["version", "index", "prompt_index", "sample_index", "prompt", "id", "label", "none", "text",
-                          "num_tokens", "finish_reason", "cumulative_logprob", "seed", "checkpoint", "settings"]
-    assert line["text"] == "aé\n" and line["checkpoint"] == CHECKPOINT_ID and line["settings"] == SETTINGS
-    assert line.keys() - {"prompt", "id", "label", "none"} <= RESULT_FIELDS # no prompt may have these
+    assert " ".join(line) == (
+        "version index prompt_index sample_index prompt id label none text num_tokens "
+        "finish_reason cumulative_logprob seed checkpoint settings")
+    assert line["text"] == "aé\n"
+    assert line["checkpoint"] == CHECKPOINT_ID
+    assert line["settings"] == SETTINGS
+    # No prompt may have these.
+    assert line.keys() - {"prompt", "id", "label", "none"} <= RESULT_FIELDS
 
 
 @pytest.mark.parametrize("char", ["\ud800", "\x85", "\u2028", "\u2029"], ids=ascii)
 def test_a_lone_surrogate_and_what_may_end_a_line_are_escapes(char):
-    line = line_of([make_token(char, 0.5)], 0, sample=Sample(0, Prompt(char), []))
-    assert len(line.decode().splitlines()) == 1 and f'"prompt": "\\u{ord(char):04x}"'.encode() in line
+    line = line_of([make_token(char, 0.5)], Sample(0, Prompt(char), []), logprobs=0)
+    assert len(line.decode().splitlines()) == 1
+    assert f'"prompt": "\\u{ord(char):04x}"'.encode() in line
     record = json.loads(line)
-    assert record["prompt"] == record["text"] == record["logprobs"]["content"][0]["token"] == char
+    token, = record["logprobs"]["content"]
+    assert record["prompt"] == record["text"] == token["token"] == char
 
 
 def test_equivalent_settings_are_equal():
-    found = run_settings(ALL_SETTINGS | {"stop": "e"}, "cuda", "bfloat16")
-    same = ALL_SETTINGS | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": ["e"]}
-    assert found == run_settings(same | {"draft": False, "batch_size": 3}, "cuda", "bfloat16") # the text is the same
-    assert found["device"] == "cuda" and found["dtype"] == "bfloat16" and found["stop"] == '["e"]'
-    assert (found["top_k"], found["top_p"], found["min_p"]) == (0, 1.0, 0.0)
-    # With one prompt, a later run may add samples to the file. With several prompts, num_samples must stay the same.
+    def kept(**changes):
+        return run_settings(pages.SETTINGS | changes, "cuda", "bfloat16")
+    found = kept(stop="e")
+    # The last two change no text.
+    assert found == kept(stop=["e"], top_k=0, top_p=1.0, min_p=0.0, draft=False, batch_size=3)
+    expected = dict(device="cuda", dtype="bfloat16", stop='["e"]', top_k=0, top_p=1.0, min_p=0.0)
+    assert found | expected == found
+    # With one prompt, a later run may add samples to the file. With several prompts, num_samples
+    # must stay the same.
     assert "num_samples" not in found
-    assert run_settings(ALL_SETTINGS | {"start": "LINES:a"}, "cpu", "float32")["num_samples"] == 2
+    assert kept(start="LINES:a")["num_samples"] == 2
 
 
 def test_a_log_probability_has_three_decimals_however_large():
-    assert json.loads(line_of([Token(0, "x", -1000.1234)] * 2))["cumulative_logprob"] == -2000.247
+    large = line_of([Token(0, "x", -1000.1234)] * 2)
+    assert json.loads(large)["cumulative_logprob"] == -2000.247
     assert b'"cumulative_logprob": 0.0,' in line_of([Token(0, "x", -1e-9)])
 
 
-@pytest.mark.parametrize("logprobs, num_top", [(0, [0, 0, 0]), (2, [2, 0, 1])])
-def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
-    content = json.loads(line_of(LIKELY, logprobs))["logprobs"]["content"]
+A = {"id": 0, "token": "a", "logprob": -0.693}
+B = {"id": 1, "token": "b", "logprob": -1.386}
+X = {"id": 0, "token": "x", "logprob": -0.105}
+
+
+@pytest.mark.parametrize("logprobs, expected", [(0, [[], [], []]), (2, [[A, B], [], [X]])])
+def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, expected):
+    content = json.loads(line_of(LIKELY, logprobs=logprobs))["logprobs"]["content"]
     assert content[1] == {"id": 0, "token": "", "logprob": -0.357}
-    assert [len(token.get("top_logprobs", [])) for token in content] == num_top
-    assert content[0].get("top_logprobs", []) == [{"id": 0, "token": "a", "logprob": -0.693},
-                                                  {"id": 1, "token": "b", "logprob": -1.386}][:logprobs]
+    assert [token.get("top_logprobs", []) for token in content] == expected
 
 
 def types_of(value, name="line"):
@@ -67,51 +84,73 @@ def types_of(value, name="line"):
         for key, field in value.items():
             yield from types_of(field, f"{name}.{key}")
     elif isinstance(value, list):
-        yield from (pair for item in value or [None] for pair in types_of(item, f"{name}[]"))
+        for item in value or [None]:
+            yield from types_of(item, f"{name}[]")
     else:
         yield name, type(value)
+
+
+SHORT = "--num_samples=1 --max_new_tokens=3 "
+SCORE = "--score --start=T "
+RUNS = [
+    SHORT,
+    SHORT + "--top_k=None --top_p=0.9 --min_p=0.1 --temperature=1 --repetition_penalty=2",
+    SHORT + "--stop=e",
+    SHORT + "--stop=['e','x'] --logprobs=0 --top_p=1",
+    SHORT + "--logprobs=2",
+    SHORT + "--out_dir=out",
+    SHORT + "--max_new_tokens=0 --logprobs=1",
+    SCORE,
+    SCORE + "--logprobs=0",
+    SCORE + "--logprobs=2 --start=The",
+]
 
 
 def test_a_field_has_one_type_in_the_lines_of_all_runs(run_script, char_checkpoint, tmp_path):
     """So the lines of runs with other settings are one table for pandas, polars and datasets."""
     save_checkpoint(tmp_path / "out", make_gpt(), best_val_loss=None, iter_num=None)
     types = {}
-    for number, arguments in enumerate([
-            [], ["--top_k=None", "--top_p=0.9", "--min_p=0.1", "--temperature=1", "--repetition_penalty=2"],
-            ["--stop=e"], ["--stop=['e', 'x']", "--logprobs=0", "--top_p=1"], ["--logprobs=2"], ["--out_dir=out"],
-            ["--max_new_tokens=0", "--logprobs=1"], ["--score"], ["--score", "--logprobs=0", "--start=T"],
-            ["--score", "--logprobs=2"]]):
-        sampling = [] if "--score" in arguments else ["--num_samples=1", "--max_new_tokens=3"]
-        done = run_script(f"--out_dir={char_checkpoint}", "--start=The", "--device=cpu", f"--out_file={number}.jsonl",
-                          *sampling, *arguments, cwd=tmp_path)
+    for arguments in RUNS:
+        done = run_script(f"--out_dir={char_checkpoint}", "--out_file=-", "--device=cpu",
+                          *arguments.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        for name, kind in types_of(json.loads((tmp_path / f"{number}.jsonl").read_text())):
-            assert kind is types.setdefault(name, kind) and kind is not type(None), (arguments, name)
+        for name, kind in types_of(json.loads(done.stdout)):
+            assert kind is not type(None), (arguments, name)
+            assert kind is types.setdefault(name, kind), (arguments, name)
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"settings": {"seed": 2, "stop": []}}, ", is from another run: seed is 2 there, and 1 here"),
-    ({"checkpoint": {"crc32": "1"}}, ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
+    ({"settings": {"seed": 2, "stop": []}},
+     ", is from another run: seed is 2 there, and 1 here"),
+    ({"checkpoint": {"crc32": "1"}},
+     ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
     ({"checkpoint": None}, ": another version of sample.py wrote it"),
-    ({"version": 3}, ": another version of sample.py wrote it, so the file is neither used nor changed")], ids=str)
+    ({"version": 3},
+     ": another version of sample.py wrote it, so the file is neither used nor changed"),
+], ids=str)
 def test_a_line_of_another_run_is_refused_with_the_first_difference(tmp_path, changes, message):
+    path = tmp_path / "a.jsonl"
+
     def resume(line):
-        (tmp_path / "a.jsonl").write_bytes(line)
-        lines = LinesFile(tmp_path / "a.jsonl")
+        path.write_bytes(line)
+        lines = LinesFile(path)
         with lines.file:
-            return list(lines.mark_saved(iter([replace(SAMPLE)]), Run(CHECKPOINT_ID, SETTINGS), watch=False))
-    assert resume(line_of(LIKELY))[0].already_saved # whatever its text is
+            run = Run(CHECKPOINT_ID, SETTINGS)
+            return list(lines.mark_saved(iter([replace(SAMPLE)]), run, watch=False))
+    sample, = resume(line_of(LIKELY)) # whatever its text is
+    assert sample.already_saved
     line = json.dumps(json.loads(line_of([])) | changes).encode()
     with pytest.raises(ValueError) as error:
         resume(line)
-    assert str(error.value).startswith(f"{tmp_path}/a.jsonl, line 1{message}")
-    assert (tmp_path / "a.jsonl").read_bytes() == line
+    assert str(error.value).startswith(f"{path}, line 1{message}")
+    assert path.read_bytes() == line
 
 
 @pytest.mark.parametrize("notes", [b"my notes\n", b'{"note": 1}\n', b"5"])
 def test_a_line_of_notes_is_not_called_one_of_another_version(tmp_path, notes):
-    (tmp_path / "a.jsonl").write_bytes(line_of(LIKELY) + notes)
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: another program, or an editor, wrote it, so the file is"):
-        list(read_records(tmp_path / "a.jsonl"))
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line_of(LIKELY) + notes)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: another program, or an editor, wrote"):
+        list(read_records(path))
