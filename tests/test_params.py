@@ -14,6 +14,7 @@ from sampling.params import (
     Token,
     check_settings,
     choose_params,
+    complete_settings,
 )
 
 VALID = { # the ends of each range, and what means "off"
@@ -104,11 +105,22 @@ def test_a_run_of_several_processes_has_nobody_who_types_or_watches(name, monkey
 
 
 def test_params_have_the_values_of_the_settings():
-    settings = dict(top_k=3, stop="a", context_shift=True, out_file="a", logprobs=2)
-    params = choose_params(DEFAULTS | settings)
-    assert params == SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
+    params = choose_params(DEFAULTS | dict(top_k=3, stop="a", context_shift=True))
+    assert params == SamplingParams(top_k=3, stop="a", context_shift=True)
     assert params.stop_texts == ["a"]
     assert SamplingParams(stop=None).stop_texts == []
+
+
+@pytest.mark.parametrize("settings, number", [
+    (dict(), None),
+    (dict(show_probs=True), 0),
+    (dict(out_file="a"), 0),
+    (dict(out_file="a", logprobs=3), 3),
+    (dict(html_file="a"), 5),
+    (dict(html_file="a", logprobs=7), 7),
+], ids=str)
+def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
+    assert choose_params(complete_settings(DEFAULTS | settings)).num_logprobs == number
 
 
 def test_params_are_validated_when_created_or_replaced_and_cannot_change():

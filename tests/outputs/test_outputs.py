@@ -1,6 +1,5 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
 import fcntl
-import gc
 import os
 import sys
 
@@ -10,50 +9,44 @@ from pages import SETTINGS, make_tokens, model_of
 from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import OutputFiles, Outputs
-from sampling.params import Piece, Prompt, Sample, choose_params, complete_settings
+from sampling.params import Piece, Prompt, Sample, complete_settings
 from script_process import redirected
-
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning") # files stay open
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Makes the Outputs of a run with a.jsonl and a.html, unless settings say otherwise."""
+    """start(**settings) makes the OutputFiles of a run with a.jsonl and a.html by default."""
     console.setup_console(owns_process=False)
     paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
     yield lambda **settings: OutputFiles(complete_settings(SETTINGS | paths | settings))
-    console.before_exit.clear()
-    gc.collect() # a run that ends early leaves its files open: the warnings must not come in another test
+    console.end_run(1)
 
 
 def generate(files, count, gpt=None, num_finished=99):
-    """Finish samples of a model, as the engine does. Sample i has i + 1 tokens. Returns the Outputs."""
+    """Finish samples of a model, as the engine does. Sample i has i + 1 tokens.
+
+    Returns the Outputs.
+    """
     samples = (Sample(index, Prompt("O"), [79]) for index in range(count))
     outputs = Outputs(files, gpt or model_of(), count)
     for sample in outputs.resume(samples):
         if not sample.already_saved and sample.index < num_finished:
-            sample.tokens, sample.finish_reason = make_tokens(sample.index + 1), "length"
+            sample.tokens = make_tokens(sample.index + 1)
+            sample.finish_reason = "length"
             outputs.update(sample, [Piece(sample.text)])
     return outputs
 
 
 @pytest.fixture
 def run(start):
-    """A run of count samples of each model. It is killed if num_finished is given."""
-    def run(count=3, models=(None,), num_finished=None, **settings):
-        files = start(**settings)
+    """run(count, models, **settings): a whole run of count samples of each model."""
+    def run(count=3, models=(None,), **settings):
         try:
+            files = start(**settings)
             for gpt in models:
-                outputs = generate(files, count, gpt, num_finished or 99)
-                if num_finished is None:
-                    outputs.finish()
-            if num_finished is None:
-                with console.report_user_errors(): # at its end, the run ends
-                    pass
+                generate(files, count, gpt).finish()
         finally:
-            console.before_exit.clear()
-            if files.lines:
-                files.lines.file.close()
+            console.end_run(0)
     return run
 
 
@@ -67,30 +60,46 @@ def num_shown(folder):
     return (folder / "a.html").read_bytes().count(b"</article>")
 
 
-@pytest.mark.parametrize("end, message", [
-    (-1, "a.jsonl is complete, with 3 samples: nothing to do"),
-    (-2, "a.jsonl holds 2 samples already: resuming after them"), (0, ""), (10, "")],
-    ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
-def test_the_files_of_a_killed_run_become_those_of_a_whole_one(run, files, tmp_path, messages, capsys, end, message):
+COMPLETE = "a.jsonl is complete, with 3 samples: nothing to do"
+
+
+@pytest.mark.parametrize("end, more, message", [
+    (-1, b"", COMPLETE), # the last line is whole
+    (-2, b"", "a.jsonl holds 2 samples already: resuming after them"),
+    (0, b"", ""),
+    (10, b"", ""),
+    (None, b"\n \r\n", COMPLETE), # an editor adds blank lines, a crash adds zeros
+    (None, b"\0" * 300, COMPLETE),
+])
+def test_the_files_of_a_killed_run_become_those_of_a_whole_one(
+        run, files, tmp_path, messages, capsys, end, more, message):
     run()
-    whole, printed = files(), capsys.readouterr().out
-    (tmp_path / "a.jsonl").write_bytes(whole["a.jsonl"][:end])
-    if end >= 0: # without samples in out_file, no page is replaced
+    whole = files()
+    printed = capsys.readouterr().out
+    (tmp_path / "a.jsonl").write_bytes(whole["a.jsonl"][:end] + more)
+    if not message: # without samples in out_file, no page is replaced
         (tmp_path / "a.html").unlink()
     messages.clear()
     run()
-    assert files() == whole and num_shown(tmp_path) == 3
-    assert "\n".join(messages).count("a.jsonl ") == bool(message) and message in "\n".join(messages)
-    assert printed.endswith(capsys.readouterr().out) # saved samples are not shown again
+    assert files() == whole
+    assert num_shown(tmp_path) == 3
+    text = "\n".join(messages)
+    assert message in text
+    assert text.count("a.jsonl ") == bool(message)
+    assert printed.endswith(capsys.readouterr().out), "saved samples are not shown again"
 
 
 @pytest.mark.parametrize("mine, changes, message", [
-    ({}, {"watch": True, "seed": 5, "models": [model_of("2")]}, "line 1, is from another run: seed is 1 there"),
+    ({}, {"watch": True, "seed": 5, "models": [model_of("2")]},
+     "line 1, is from another run: seed is 1 there"),
     ({}, {"count": 2}, "line 3, is one sample more than this run generates"),
     ({"a.jsonl": b"my notes\n"}, {}, r"a\.jsonl was not written by sample\.py"),
-    ({"a.jsonl": b'{"version": 1, "index": 0, "pro'}, {}, r"a\.jsonl, line 1: another version of sample\.py wrote it"),
-    ({"a.jsonl": b'{"version": "1.0"}'}, {"overwrite": True}, r"a\.jsonl was not written by sample\.py"),
-    ({"a.html": b"<!DOCTYPE html>\nmine"}, {"overwrite": True}, r"a\.html was not written by sample\.py"),
+    ({"a.jsonl": b'{"version": 1, "index": 0, "pro'}, {},
+     r"a\.jsonl, line 1: another version of sample\.py wrote it"),
+    ({"a.jsonl": b'{"version": "1.0"}'}, {"overwrite": True},
+     r"a\.jsonl was not written by sample\.py"),
+    ({"a.html": b"<!DOCTYPE html>\nmine"}, {"overwrite": True},
+     r"a\.html was not written by sample\.py"),
 ])
 def test_other_files_are_refused_and_stay_unchanged(run, files, tmp_path, mine, changes, message):
     run()
@@ -102,24 +111,30 @@ def test_other_files_are_refused_and_stay_unchanged(run, files, tmp_path, mine, 
     assert files() == before
 
 
-@pytest.mark.parametrize("end", [-1, -2, 250], ids=["no-newline", "half-a-line", "half-the-first"])
-@pytest.mark.parametrize("is_newer", [False, True])
-def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, tmp_path, end, is_newer):
-    path, watch = tmp_path / "a.jsonl", {"watch": True, "html_file": None}
-    run(2, [model_of("1")], **watch)
-    first = path.read_bytes()
-    run(2, [model_of("2")], **watch)
-    whole = path.read_bytes()
-    cut = whole[:end] if end < 0 else whole[:len(first) + end]
-    path.write_bytes(cut)
-    run(2, [model_of("3" if is_newer else "2")], **watch)
-    kept = whole if end == -1 else cut[:cut.rfind(b"\n") + 1] # the complete lines
-    assert path.read_bytes() == (kept + first.replace(b"00000001", b"00000003") if is_newer else whole)
+@pytest.mark.parametrize("num_whole, size, num_kept", [(3, -1, 4), (3, -2, 3), (2, 250, 2)],
+                         ids=["no-newline", "half-a-line", "half-the-first"])
+@pytest.mark.parametrize("latest", ["2", "3"])
+def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(
+        run, tmp_path, num_whole, size, num_kept, latest):
+    """Of two lines of each of two checkpoints, some are whole, and size bytes are of the next."""
+    def watch(crc32):
+        run(2, [model_of(crc32)], watch=True, html_file=None)
+    path = tmp_path / "a.jsonl"
+    watch("1")
+    watch("2")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:num_whole]) + lines[num_whole][:size])
+    watch(latest)
+    if latest == "3":
+        lines[num_kept:] = [line.replace(b"00000001", b"00000003") for line in lines[:2]]
+    assert path.read_bytes() == b"".join(lines)
 
 
 def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp_path, capsys):
-    outputs = generate(files := start(watch=True), 2, model_of("1"))
-    assert capsys.readouterr().out.startswith("O w0\n") # without a heading, because this is no terminal
+    files = start(watch=True)
+    outputs = generate(files, 2, model_of("1"))
+    # No heading comes first, because this is no terminal.
+    assert capsys.readouterr().out.startswith("O w0\n")
     assert not (tmp_path / "a.html").exists()
     outputs.finish()
     assert num_shown(tmp_path) == 2
@@ -130,33 +145,24 @@ def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp
     assert num_shown(tmp_path) == 3
 
 
-def test_without_out_file_the_lines_are_in_the_file_of_the_same_name(run, files, tmp_path, capsys):
+def test_without_out_file_the_lines_are_in_the_file_of_the_same_name(
+        run, files, tmp_path, capsys):
+    lines = tmp_path / "a.jsonl"
     run(2)
     whole = files()
-    for path in tmp_path.iterdir():
-        path.unlink()
-    run(2, out_file=None, num_finished=1) # it is killed
-    assert files() == {"a.jsonl": whole["a.jsonl"].splitlines(keepends=True)[0]}
+    lines.write_bytes(whole["a.jsonl"].splitlines(keepends=True)[0])
     run(2, out_file=None)
     assert files() == whole
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1, is from another run: seed is 1 there"):
         run(2, out_file=None, seed=5)
     capsys.readouterr()
     run(2, out_file="-", overwrite=True)
-    assert files() == whole and capsys.readouterr().out == whole["a.jsonl"].decode()
-    (tmp_path / "a.jsonl").unlink()
+    assert files() == whole
+    assert capsys.readouterr().out == whole["a.jsonl"].decode()
+    lines.unlink()
     with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
         run(2, out_file=None) # no page is replaced without its lines
-    assert files()["a.html"] == whole["a.html"]
-
-
-@pytest.mark.parametrize("more", [b"\n \r\n", b"\0" * 300], ids=["blank-lines", "zeros"])
-def test_what_an_editor_or_a_crash_adds_at_the_end_is_removed(run, files, tmp_path, more):
-    run()
-    whole = files()
-    (tmp_path / "a.jsonl").write_bytes(whole["a.jsonl"] + more)
-    run()
-    assert files() == whole
+    assert files() == {"a.html": whole["a.html"]}
 
 
 def test_only_a_file_that_the_run_has_created_is_removed(start, tmp_path):
@@ -169,49 +175,64 @@ def test_only_a_file_that_the_run_has_created_is_removed(start, tmp_path):
 
 
 def test_a_file_that_another_run_removes_meanwhile_is_made_again(start, tmp_path, monkeypatch):
-    path, flock = tmp_path / "a.jsonl", fcntl.flock
-    monkeypatch.setattr(fcntl, "flock", lambda *arguments: (path.unlink() if opened.pop() else None, flock(*arguments)))
-    opened = [False, True]
+    path = tmp_path / "a.jsonl"
+    flock = fcntl.flock
+
+    def remove_and_lock(*arguments):
+        monkeypatch.undo()
+        path.unlink()
+        flock(*arguments)
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
     generate(start(html_file=None), 1)
     assert path.read_bytes().count(b"\n") == 1
 
 
-def test_a_file_that_is_moved_during_the_run_is_an_error_that_says_so(start, tmp_path):
-    generate(start(html_file=None), 1)
+def test_a_file_that_is_moved_during_the_run_is_an_error_that_says_so(start, files, tmp_path):
+    outputs = start(html_file=None)
+    generate(outputs, 1)
     (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
-    with pytest.raises(ValueError, match=r"a\.jsonl was moved, deleted or replaced while this run wrote to it"):
+    message = r"a\.jsonl was moved, deleted or replaced while this run wrote to it"
+    with outputs.lines.file, pytest.raises(ValueError, match=message):
         console.end_run(0)
-    assert (tmp_path / f"a.jsonl.{os.getpid()}").read_bytes() == (tmp_path / "b.jsonl").read_bytes() != b""
+    outputs.lines.file.close() # that of the copy
+    copy = files()[f"a.jsonl.{os.getpid()}"]
+    assert copy == files()["b.jsonl"] != b""
 
 
 @pytest.mark.parametrize("paths", [{"html_file": None}, {"out_file": None}], ids=str)
-def test_ctrl_c_before_the_first_sample_leaves_no_file_and_says_so(start, files, messages, paths):
-    generate(start(**paths), 2, num_finished=0)
-    console.end_run(130)
-    assert files() == {} and messages == ["no sample was finished, so nothing new is saved"]
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_run_that_ends_before_its_first_sample_leaves_no_file_and_says_so(
+        start, files, messages, paths, is_loaded):
+    outputs = start(**paths)
+    if is_loaded:
+        generate(outputs, 2, num_finished=0)
+    console.end_run(130) # Ctrl-C
+    assert files() == {}
+    assert messages == ["no sample was finished, so nothing new is saved"]
 
 
-def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, start, files, messages):
+def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(
+        run, start, files, messages):
     run(2)
     whole = files()
-    generate(start(seed=5, overwrite=True), 2, num_finished=0)
-    console.end_run(130) # Ctrl-C
-    assert files() == whole and "goes on" not in messages[-1]
-    generate(start(seed=5, overwrite=True), 4)
-    console.end_run(130)
-    assert messages[-1].endswith("a.jsonl holds 4 samples: the same command with the same seed and without --overwrite "
-                                 "goes on after them")
+    for count in 0, 4:
+        assert files() == whole
+        generate(start(seed=5, overwrite=True), 4, num_finished=count)
+        console.end_run(130) # Ctrl-C
+    *_, nothing, message = messages
+    assert nothing == "no sample was finished, so nothing new is saved"
+    assert message.endswith("a.jsonl holds 4 samples: the same command with the same seed and "
+                            "without --overwrite goes on after them")
     run(2, overwrite=True)
     assert files() == whole
 
 
-def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, tmp_path, monkeypatch, capsys):
-    run(2, html_file=None)
-    capsys.readouterr()
-    run(2, out_file="-", html_file=None)
-    assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
+def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, monkeypatch, capsys):
+    settings = dict(models=[model_of(iter_num="\x9b")], out_file="-", html_file=None)
+    run(1, **settings)
+    assert '"iter_num": "\x9b"' in capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    run(1, [model_of(iter_num="\x9b")], out_file="-", html_file=None)
+    run(1, **settings)
     assert '"iter_num": "\ufffd"' in capsys.readouterr().out
 
 
@@ -225,35 +246,32 @@ def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
     assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 1
 
 
-@pytest.mark.parametrize("settings, number", [
-    ({}, None), ({"show_probs": True}, 0), ({"out_file": "a"}, 0), ({"out_file": "a", "logprobs": 3}, 3),
-    ({"html_file": "a"}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 7}, 7)], ids=str)
-def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
-    assert choose_params(complete_settings(SETTINGS | settings)).num_logprobs == number
-
-
-def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, reason", [
+    (".", "is a folder, a device or a pipe, and not a file"),
+    ("pipe", "and not a file"),
+    ("file/a", "Not a direc"),
+    ("no/such", "the folder .*/no is missing, or takes no files"),
+])
+def test_a_path_that_takes_no_file_is_an_error_before_a_model_is_loaded(
+        start, tmp_path, name, reason):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
-    with open_output(tmp_path / "file"), pytest.raises(ValueError, match=r"another run writes to .*file: give"):
-        start(out_file=f"{tmp_path}/file")
-    for path, reason in [("", "is a folder, a device or a pipe, and not a file"), ("pipe", "and not a file"),
-                         ("file/a", "Not a direc"), ("no/such", "the folder .*/no is missing, or takes no files")]:
-        for settings in {"out_file": f"{tmp_path}/{path}"}, {"out_file": None, "html_file": f"{tmp_path}/{path}"}:
-            with pytest.raises((ValueError, OSError), match=reason):
-                start(**settings)
-    with open(tmp_path / "samples", "wb") as file, redirected(1, file), pytest.raises(ValueError, match="out_file=-"):
-        start(out_file=file.name)
+    path = str(tmp_path / name)
+    for settings in {"out_file": path}, {"out_file": None, "html_file": path}:
+        with pytest.raises((ValueError, OSError), match=reason):
+            start(**settings)
+
+
+def test_a_file_that_is_used_otherwise_is_an_error_before_a_model_is_loaded(
+        start, tmp_path, monkeypatch):
+    path = str(tmp_path / "file")
+    with open_output(path), pytest.raises(ValueError, match=r"another run writes to .*file: g"):
+        start(out_file=path)
+    with (open(path, "wb") as file, redirected(1, file),
+          pytest.raises(ValueError, match="out_file=-")):
+        start(out_file=path)
     with pytest.raises(ValueError, match="is the file of the prompts"):
-        start(out_file=file.name, start=f"JSONL:{file.name}", overwrite=True)
+        start(out_file=path, start=f"JSONL:{path}", overwrite=True)
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(ValueError, match="standard output is closed"):
         start(out_file=None, html_file=None)
-
-
-@pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
-def test_a_run_that_fails_while_its_model_is_loaded_leaves_no_files(start, files, settings):
-    start(**settings)
-    with pytest.raises(SystemExit), console.report_user_errors():
-        raise OSError("there is no folder out")
-    assert files() == {}
