@@ -10,9 +10,8 @@ from sampling.params import Prompt, Sample, Token
 
 CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100,
                  "val_loss": 1.5}
-RUN = {"seed": 1, "temperature": 0.8, "stop": []}
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
-SETTINGS = DEFAULTS | dict(start="O", num_samples=2, max_new_tokens=9, top_k=None, seed=1)
+SETTINGS = DEFAULTS | dict(num_samples=2, top_k=None, seed=1)
 PROBABILITIES = [0.9, 0.3, 0.15, 0.07, 0.03, 0.015, 0.002] # one for each background colour
 HOSTILE = ("</script><script>hacked=1</script><!--<script> ]]>'\"></p></article>"
            "<img src=//evil.test/x onerror=hacked=1><svg onload=hacked=1>"
@@ -64,9 +63,10 @@ def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None,
 
     checkpoint: what differs from CHECKPOINT_ID. Returns path.
     """
+    settings = {"seed": 1, "temperature": 0.8, **settings}
     if logprobs is not None:
         settings["logprobs"] = logprobs
-    run = Run(CHECKPOINT_ID | checkpoint, RUN | settings)
+    run = Run(CHECKPOINT_ID | checkpoint, settings)
     lines = [run.line(finished_sample(i, prompt, samples[i], id)) for i in range(len(samples))]
     path.write_bytes(b"".join(lines))
     return path

@@ -16,9 +16,7 @@ def browser():
         pytest.skip("no Chromium here")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
-        yield browser
-        browser.close()
+        yield started.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ def exit_status(error, **options):
 
 
 @pytest.mark.parametrize("error, status, message", [
-    (ValueError("wrong"), 2, "error: wrong\n"),
     (FileNotFoundError("two\n  lines"), 2, "error: two lines\n"),
     (ValueError("a\x1b[2Jb\x9bc\u202ad\u2069"), 2, "error: a\u241b[2Jb\ufffdc\ufffdd\ufffd\n"),
     (ValueError("x" * 9999), 2, f"error: {'x' * 1500} ... {'x' * 1500}\n"),
@@ -89,7 +88,7 @@ logger.warning('hello')
     ("logging.basicConfig(level=logging.INFO)",
      "INFO:sampling.a:loaded\nWARNING:sampling.a:hello\n"),
     ("logging.basicConfig(); setup_console()", "loaded\nwarning: hello\n"), # as sample.py does
-], ids=["basicConfig", "console"])
+])
 def test_a_program_configures_which_messages_reach_stderr(setup, shown):
     done = run_program(sys.executable, "-c", LOGGING_PROGRAM.format(setup))
     assert done.stdout == ""
@@ -107,7 +106,8 @@ def test_a_progress_bar_does_not_disturb_text(
         bar.close()
 
 
-@pytest.mark.parametrize("is_terminal, written", [(True, b"a?b?\n"), (False, "aéb😀\n".encode())])
+@pytest.mark.parametrize("is_terminal, written", [
+    (True, b"a?b?\n"), (False, "aéb😀\n".encode())])
 @pytest.mark.usefixtures("read_stderr")
 def test_characters_that_a_terminal_lacks_are_question_marks(monkeypatch, is_terminal, written):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")

@@ -101,13 +101,10 @@ def test_hostile_text_is_shown_and_no_other_script_style_or_request_is_allowed(v
     assert page.locator(".text b").text_content() == SHOWN
     assert page.locator(".token").all_text_contents() == [SHOWN, "x"]
     assert view.errors == [] # so far, the browser has refused nothing
-    requests = []
-    page.on("request", lambda request: requests.append(request))
     refused = page.evaluate(VIOLATIONS_JS)
     assert refused == "connect-src img-src script-src-elem style-src-elem"
     assert page.evaluate("typeof hacked") == "undefined"
     assert page.locator("h1").is_visible()
-    assert all(request.failure == "csp" for request in requests), requests
     view.errors.clear() # the browser reports its refusals there
 
 
@@ -195,7 +192,8 @@ def test_hovering_shows_the_alternatives(view):
     # The sign of the newline, which is not among the most likely, takes no room.
     assert edges(page, "width")[1] == 0
     page.mouse.click(edges(page, "left")[1] + 8, edges(page, "top")[1] + 8)
-    assert details.locator("li").all_inner_texts() == ["␣\n90.0%", "⇥⟨202E⟩\n5.0%", "↵\n0.04%"]
+    texts = details.locator("li").all_inner_texts()
+    assert texts == ["␣\n90.0%", "⇥⟨202E⟩\n5.0%", "↵\n0.04%"]
     page.locator("h1").hover()
     assert details.count() == 0
 

@@ -186,18 +186,6 @@ def test_a_file_that_another_run_removes_meanwhile_is_made_again(start, tmp_path
     assert path.read_bytes().count(b"\n") == 1
 
 
-def test_a_file_that_is_moved_during_the_run_is_an_error_that_says_so(start, files, tmp_path):
-    outputs = start(html_file=None)
-    generate(outputs, 1)
-    (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
-    message = r"a\.jsonl was moved, deleted or replaced while this run wrote to it"
-    with outputs.lines.file, pytest.raises(ValueError, match=message):
-        console.end_run(0)
-    outputs.lines.file.close() # that of the copy
-    copy = files()[f"a.jsonl.{os.getpid()}"]
-    assert copy == files()["b.jsonl"] != b""
-
-
 @pytest.mark.parametrize("paths", [{"html_file": None}, {"out_file": None}], ids=str)
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_a_run_that_ends_before_its_first_sample_leaves_no_file_and_says_so(

@@ -80,8 +80,6 @@ def test_pieces_are_printed_at_once_or_with_the_whole_sample(streams, printed, c
             sample.finish_reason = "length"
         printer.update(sample, map(Piece, texts))
         assert capsys.readouterr().out == expected
-    printer.update(Sample(1, Prompt(">"), [ord(">")], finish_reason="stop"), [])
-    assert capsys.readouterr().out == f">\n{RULE}\n"
 
 
 def print_pieces(pieces, prompt="", **options):
