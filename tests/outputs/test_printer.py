@@ -112,8 +112,10 @@ def test_a_terminal_gets_symbols_instead_of_control_characters(
 
 @pytest.fixture
 def start(monkeypatch):
-    """start(total_samples, bar) makes a Progress at second 0, after a saved sample, and
-    update(second, number, num_tokens, finish_reason), where sample number 1 or 2 changes.
+    """start(total_samples, bar) -> (a Progress at second 0, update).
+
+    It follows a saved sample, number 0, and two others. At a second,
+    update(second, number, num_tokens, finish_reason) changes one of these.
     """
     def start(total_samples, bar=None):
         clock = SimpleNamespace(perf_counter=lambda: 0)
