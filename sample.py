@@ -88,10 +88,10 @@ def main(settings):
     if settings['interactive']:
         from sampling.repl import run_repl
         return run_repl(load_gpt, params, start)
-    run(params, OutputFiles(settings))
+    run(settings, params, OutputFiles(out_file, html_file, start, overwrite))
 
 
-def run(params, files):
+def run(settings, params, files):
     """Generate samples of all prompts, or score these; print and save each."""
     prompts = read_prompts(start, watch)
     samples_per_prompt = 1 if score else num_samples
@@ -100,7 +100,7 @@ def run(params, files):
         num_total = len(prompts) * samples_per_prompt
     for gpt in load_saves(out_dir, lambda: load_gpt(num_total)) if watch else [load_gpt(num_total)]:
         samples = make_samples(prompts, gpt.tokenizer, samples_per_prompt, is_score=score)
-        outputs = Outputs(files, gpt, num_total)
+        outputs = Outputs(settings, files, gpt, num_total)
         new = outputs.resume(samples)
         for sample, pieces in run_on_all(gpt, new, params, batch_size, outputs.streams):
             outputs.update(sample, pieces)

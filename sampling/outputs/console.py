@@ -55,7 +55,9 @@ def setup_console(owns_process: bool = True) -> None:
     package.addHandler(_console) # once, however often this is called
     package.setLevel(logging.ERROR if rank() else logging.INFO)
     package.propagate = False
-    process.owns_process, _console.rank, _console.bar = owns_process, rank(), None
+    process.owns_process = owns_process
+    _console.rank = rank()
+    _console.bar = None
     before_exit.clear() # of a run that ended in an internal error
     for number in process.END_SIGNALS if owns_process else ():
         # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch

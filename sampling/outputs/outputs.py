@@ -31,19 +31,19 @@ class OutputFiles:
     Raises ValueError or OSError, which names the file, if one of them cannot be used.
     """
 
-    def __init__(self, settings: Settings):
-        self.settings = settings
-        self.html_file = settings["html_file"]
-        self.prints_lines = settings["out_file"] == "-" # instead of the samples
-        path = None if self.prints_lines else settings["out_file"]
-        if self.html_file and path is None:
-            path = f"{self.html_file.removesuffix('.html')}.jsonl"
+    def __init__(self, out_file: str | None, html_file: str | None, start: str, overwrite: bool):
+        self.html_file = html_file
+        self.overwrite = overwrite
+        self.prints_lines = out_file == "-" # instead of the samples
+        path = None if self.prints_lines else out_file
+        if html_file and path is None:
+            path = f"{html_file.removesuffix('.html')}.jsonl"
         if path is None and sys.stdout is None:
             raise ValueError("standard output is closed, so the samples would be lost: give "
                              "out_file")
         self.lines = None
         if path is not None:
-            kind, prompts = parse_start(settings["start"])
+            kind, prompts = parse_start(start)
             is_prompts = kind != "TEXT" and os.path.realpath(path) == os.path.realpath(prompts)
             if is_prompts and os.path.exists(path):
                 raise ValueError(f"{path} is the file of the prompts: give out_file another name")
@@ -60,7 +60,7 @@ class OutputFiles:
             begin = page.read(200)
         if is_new: # it only shows that the page can be written
             os.unlink(os.path.realpath(self.html_file))
-        may_replace = self.settings["overwrite"] or (self.lines.size and PAGE.match(begin))
+        may_replace = self.overwrite or (self.lines.size and PAGE.match(begin))
         if begin and not may_replace:
             raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give "
                              "html_file another name, or replace it with --overwrite")
@@ -87,17 +87,16 @@ class OutputFiles:
 
     def log_resume(self) -> None:
         """Say how many samples there are, and how the run goes on."""
-        noun = "text" if self.settings["score"] else "sample"
         count = 0
         if self.lines.is_ours:
             with open(self.lines.path, "rb") as file:
                 count = sum(1 for _ in file)
         if count == 0:
-            logger.info(f"no {noun} was finished, so nothing new is saved")
+            logger.info("nothing was finished, so nothing new is saved")
             return
-        without = " and without --overwrite" if self.settings["overwrite"] else ""
-        logger.info(f"{self.lines.path} holds {plural(count, noun)}: the same command with the "
-                    f"same seed{without} goes on after them")
+        without = " and without --overwrite" if self.overwrite else ""
+        logger.info(f"{self.lines.path} holds {plural(count, 'line')}: the same command with "
+                    f"the same seed{without} goes on after them")
 
 
 class Outputs:
@@ -105,15 +104,16 @@ class Outputs:
     unknown.
     """
 
-    def __init__(self, files: OutputFiles, gpt: "TextGenerator", num_total: int | None):
-        settings = files.settings
+    def __init__(self, settings: Settings, files: OutputFiles, gpt: "TextGenerator",
+                 num_total: int | None):
+        self.watch = settings["watch"]
         self.files = files
         self.device = gpt.backend.device
         kept = run_settings(settings, gpt.backend.device.type, gpt.backend.dtype_name)
         self.run = Run(checkpoint_id(gpt), kept)
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams_always=False)
         self.streams = self.printer.streams
-        if settings["watch"] and self.streams and not files.prints_lines: # a file gets only samples
+        if self.watch and self.streams and not files.prints_lines: # a file gets only samples
             self.printer.write(f"{gpt.checkpoint.describe()}\n{RULE}\n")
         shows_text = settings["show_probs"] or not settings["score"]
         max_new_tokens = None if settings["score"] else settings["max_new_tokens"]
@@ -124,9 +124,8 @@ class Outputs:
         as saved.
         """
         lines = self.files.lines
-        settings = self.files.settings
-        if lines and (lines.is_ours or not settings["overwrite"]):
-            samples = lines.mark_saved(samples, self.run, settings["watch"])
+        if lines and (lines.is_ours or not self.files.overwrite):
+            samples = lines.mark_saved(samples, self.run, self.watch)
         for sample in self.progress.follow(samples):
             if sample.already_saved and isinstance(sample, Score):
                 self.printer.add_to_total(sample)

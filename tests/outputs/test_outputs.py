@@ -15,20 +15,26 @@ from script_process import redirected
 
 @pytest.fixture
 def start(tmp_path):
-    """start(**settings) makes the OutputFiles of a run with a.jsonl and a.html by default."""
+    """start(**settings): a run's settings and OutputFiles, by default a.jsonl and a.html."""
     console.setup_console(owns_process=False)
     paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
-    yield lambda **settings: OutputFiles(complete_settings(SETTINGS | paths | settings))
+
+    def start(**changes):
+        settings = complete_settings(SETTINGS | paths | changes)
+        names = "out_file", "html_file", "start", "overwrite"
+        return settings, OutputFiles(*(settings[name] for name in names))
+
+    yield start
     console.end_run(1)
 
 
-def generate(files, count, gpt=None, num_finished=99):
+def generate(started, count, gpt=None, num_finished=99):
     """Finish samples of a model, as the engine does. Sample i has i + 1 tokens.
 
     Returns the Outputs.
     """
     samples = (Sample(index, Prompt("O"), [79]) for index in range(count))
-    outputs = Outputs(files, gpt or model_of(), count)
+    outputs = Outputs(*started, gpt or model_of(), count)
     for sample in outputs.resume(samples):
         if not sample.already_saved and sample.index < num_finished:
             sample.tokens = make_tokens(sample.index + 1)
@@ -42,9 +48,9 @@ def run(start):
     """run(count, models, **settings): a whole run of count samples of each model."""
     def run(count=3, models=(None,), **settings):
         try:
-            files = start(**settings)
+            started = start(**settings)
             for gpt in models:
-                generate(files, count, gpt).finish()
+                generate(started, count, gpt).finish()
         finally:
             console.end_run(0)
     return run
@@ -130,14 +136,14 @@ def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(
 
 
 def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp_path, capsys):
-    files = start(watch=True)
-    outputs = generate(files, 2, model_of("1"))
+    started = start(watch=True)
+    outputs = generate(started, 2, model_of("1"))
     # No heading comes first, because this is no terminal.
     assert capsys.readouterr().out.startswith("O w0\n")
     assert not (tmp_path / "a.html").exists()
     outputs.finish()
     assert num_shown(tmp_path) == 2
-    generate(files, 2, model_of("2"), num_finished=1)
+    generate(started, 2, model_of("2"), num_finished=1)
     assert num_shown(tmp_path) == 2
     with pytest.raises(SystemExit), console.report_user_errors():
         raise ValueError("the next prompt cannot be encoded")
@@ -190,12 +196,12 @@ def test_a_file_that_another_run_removes_meanwhile_is_made_again(start, tmp_path
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_a_run_that_ends_before_its_first_sample_leaves_no_file_and_says_so(
         start, files, messages, paths, is_loaded):
-    outputs = start(**paths)
+    started = start(**paths)
     if is_loaded:
-        generate(outputs, 2, num_finished=0)
+        generate(started, 2, num_finished=0)
     console.end_run(130) # Ctrl-C
     assert files() == {}
-    assert messages == ["no sample was finished, so nothing new is saved"]
+    assert messages == ["nothing was finished, so nothing new is saved"]
 
 
 def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(
@@ -207,8 +213,8 @@ def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(
         generate(start(seed=5, overwrite=True), 4, num_finished=count)
         console.end_run(130) # Ctrl-C
     *_, nothing, message = messages
-    assert nothing == "no sample was finished, so nothing new is saved"
-    assert message.endswith("a.jsonl holds 4 samples: the same command with the same seed and "
+    assert nothing == "nothing was finished, so nothing new is saved"
+    assert message.endswith("a.jsonl holds 4 lines: the same command with the same seed and "
                             "without --overwrite goes on after them")
     run(2, overwrite=True)
     assert files() == whole
@@ -226,10 +232,10 @@ def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, monkeypat
 def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
     def write(text):
         raise OSError(28, "No space left on device")
-    files = start(html_file=None)
+    started = start(html_file=None)
     monkeypatch.setattr(sys.stdout, "write", write)
     with pytest.raises(OSError, match="cannot write 'standard output': No space left on device"):
-        generate(files, 2)
+        generate(started, 2)
     assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 1
 
 

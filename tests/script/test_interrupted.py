@@ -115,7 +115,7 @@ def test_a_signal_leaves_complete_samples(
             assert num_on_page(folder) == num_saved
         if process.returncode == 130:
             line = messages.decode().splitlines()[-1]
-            assert line.startswith(f"a.jsonl holds {num_saved} sample")
+            assert line.startswith(f"a.jsonl holds {num_saved} line")
             assert line.endswith(" goes on after them")
         if process.returncode == 0:
             (folder / "a.jsonl").unlink()
