@@ -296,6 +296,7 @@ def test_the_advice_for_tensors_without_sizes_works(tmp_path):
 @pytest.mark.parametrize("content, message", [
     (b"GGUF" + bytes(4000), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
     (b"version https://git-lfs.github.com/spec/v1\n", "only a pointer of Git LFS"),
+    (b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "torch.save(torch.load(path, weights_only=True), path)"),
     ({"epoch": 9, "state_dict": {"a": torch.ones(2)}},
      "it lacks model, and holds 'epoch', 'state_dict'; docs/usage.md"),
     ({"model": {}, "config": {"n_layer": 2, "learning_rate": 1}},
