@@ -1,4 +1,6 @@
-"""Edits of this project's model.py, as people make them in nanoGPT's, and the text that nanoGPT would print."""
+"""Edits of this project's model.py, as people make them in nanoGPT's, and the text that nanoGPT
+would print.
+"""
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
@@ -11,10 +13,15 @@ from project import PROJECT, RULE
 OURS = (PROJECT / "model.py").read_text()
 HEADS = "q, k, v = qkv # (B, H, T, D) each"
 MLP = "self.c_proj(self.gelu(self.c_fc(x)))"
+GELU = "nn.GELU(approximate=config.gelu)"
 BLOCK = "x = x + self.attn(self.ln_1(x), past)\n        return x + self.mlp(self.ln_2(x))"
+NORM = "self.transformer.ln_f(x)"
 HEAD = "return self.lm_head(last), None"
+FORWARD = "def forward(self, idx, targets=None,"
 INIT = "nn.init.normal_(module.weight, std=0.02)"
-ROPE = HEADS + """
+INITIALISED = "self.init_weights()\n\n"
+WINDOW = "k = torch.cat([k[..., :-9, :] * 0.1, k[..., -9:, :]], dim=-2)"
+ROPE = """
         angles = torch.arange(T)[:, None] * 0.1 ** torch.arange(0, q.size(-1), 2)
         turn = torch.polar(torch.ones_like(angles), angles)
         q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn for x in (q, k))
@@ -30,48 +37,60 @@ LORA = """
         return super().train(mode)
 
     def init_weights("""
-OTHERS = { # what computes something else than GPT-2: a part of our model.py, and what stands in its place
+
+
+def after(line, *added):
+    """A line of a method of our model.py, and the lines that come after it."""
+    return line, "\n        ".join([line, *added])
+
+
+OTHERS = { # what computes something else than GPT-2: a part of model.py, and what takes its place
     "ReLU squared": (MLP, "self.c_proj(F.relu(self.c_fc(x)).square())"),
-    "SiLU": ("nn.GELU(approximate=config.gelu)", "nn.SiLU()"),
-    "RMS norm": (BLOCK, BLOCK.replace("self.ln_1(x)", "F.rms_norm(x, x.shape[-1:], self.ln_1.weight)")),
-    "RoPE": (HEADS, ROPE),
-    "QK norm": (HEADS, f"{HEADS}\n        q, k = F.normalize(q, dim=-1) * 3, F.normalize(k, dim=-1) * 3"),
-    "a local window": (HEADS, f"{HEADS}\n        k = torch.cat([k[..., :-9, :] * 0.1, k[..., -9:, :]], dim=-2)"),
-    "post-norm": (BLOCK, "x = self.ln_1(x + self.attn(x))\n        return self.ln_2(x + self.mlp(x))"),
+    "SiLU": (GELU, "nn.SiLU()"),
+    "RMS norm": ("self.attn(self.ln_1(x), past)",
+                 "self.attn(F.rms_norm(x, x.shape[-1:], self.ln_1.weight), past)"),
+    "RoPE": (HEADS, HEADS + ROPE),
+    "QK norm": after(HEADS, "q = F.normalize(q, dim=-1) * 3", "k = F.normalize(k, dim=-1) * 3"),
+    "a local window": after(HEADS, WINDOW),
+    "post-norm": (BLOCK, "x = self.ln_1(x + self.attn(x)); return self.ln_2(x + self.mlp(x))"),
     "parallel blocks": (BLOCK, "return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))"),
     "scaled residuals": (BLOCK, BLOCK.replace("x + ", "x + 0.5 * ")),
     "layers twice": ("x = block(x, ", "x = block(block(x), "),
     "an embedding multiplier": ("x = self.transformer.drop(x)", "x = self.transformer.drop(3 * x)"),
-    "rows that see each other": ("self.transformer.ln_f(x)", "self.transformer.ln_f(3 * x.mean(dim=0) + F.relu(x))"),
-    "a mask": (HEAD, "return self.lm_head(x[:, [-1]]).index_fill(-1, torch.tensor([3]), -torch.inf), None"),
+    "rows that see each other": (NORM, "self.transformer.ln_f(3 * x.mean(dim=0) + F.relu(x))"),
+    "a mask": (HEAD, "return self.lm_head(x).index_fill(-1, torch.tensor([3]), -torch.inf), None"),
     "a logit cap": (HEAD, "return 3 * torch.tanh(self.lm_head(x[:, [-1]]) / 3), None"),
     "LoRA merged in eval": ("\n    def init_weights(", LORA),
 }
 EQUAL = { # what computes the same, or the tanh form
-    "unchanged": (BLOCK, BLOCK),
-    "tanh GELU": ("nn.GELU(approximate=config.gelu)", "nn.GELU(approximate='tanh')"),
+    "tanh GELU": (GELU, "nn.GELU(approximate='tanh')"),
     "a wide MLP": ("config.n_inner or 4 * config.n_embd", "3 * config.n_embd"),
     "another initialisation": (INIT, "nn.init.xavier_uniform_(module.weight)"),
-    "more random numbers": ("self.init_weights()\n\n", "self.init_weights()\n        torch.rand(7)\n\n"),
+    "more random numbers": after(INITIALISED, "torch.rand(7)\n\n"),
     "a tuple of three": (HEAD, "return self.lm_head(x), None, x"),
     "a tensor": (HEAD, "return self.lm_head(x[:, [-1]])"),
-    "prints": (INIT, f"print('initialising')\n                {INIT}"),
 }
-HARMLESS = {
-    "comments": ("class Block(nn.Module):", "class Block(nn.Module):\n    '''A block.'''\n    # of two layers"),
-    "checks": ("start = 0 if", "assert idx.dim() == 2\n        print(idx.shape)\n        start = 0 if"),
-    "annotations": ("def forward(self, idx, targets=None,", "def forward(self, idx: Tensor, targets: Tensor = None,"),
+HARMLESS = { # what changes no unit of nanoGPT's model.py
+    "unchanged": ("", ""),
+    "comments": ("class Block(nn.Module):",
+                 "class Block(nn.Module):\n    '''A block.'''\n    # of two layers"),
+    "checks": ("start = 0 if", "assert idx.dim() == 2; print(idx.shape); start = 0 if"),
+    "prints": (INIT, f"print('initialising')\n                {INIT}"),
+    "annotations": (FORWARD, "def forward(self, idx: Tensor, targets: Tensor = None,"),
     "imports": ("import math\n", "import math\nimport warnings\nwarnings.simplefilter('ignore')\n"),
     "generate": ("idx.size(1) > block_size", "idx.size(1) >= block_size"),
     "Windows": ("\n", "\r\n"),
     "indentation": ("    ", "  "),
 }
+FORKS = OTHERS | EQUAL | HARMLESS
 
 
 def edit(folder, old, new):
+    """Write our model.py with this change to a folder. Returns its path."""
     assert old in OURS
-    (folder / "model.py").write_text(OURS.replace(old, new), newline="")
-    return folder / "model.py"
+    path = folder / "model.py"
+    path.write_text(OURS.replace(old, new), newline="")
+    return path
 
 
 def load_fork(path):
@@ -81,31 +100,44 @@ def load_fork(path):
     return module
 
 
-def save_fork(folder, path):
-    """A checkpoint of the model in the file at path, with large random weights."""
+def save_fork(path):
+    """Write out/ckpt.pt beside a model.py: a model of it, with large random weights."""
     fork = load_fork(path)
     torch.manual_seed(1)
     gpt = fork.GPT(fork.GPTConfig(**nanogpt_args(make_gpt().config)))
     for parameter in gpt.parameters():
-        parameter.data.mul_(6 if parameter.dim() > 1 else 1)
-    return save_checkpoint(folder, gpt)
+        if parameter.dim() > 1:
+            parameter.data.mul_(6)
+    save_checkpoint(path.parent / "out", gpt)
 
 
-@torch.no_grad()
-def fork_text(path, folder, prompt, num_samples, max_new_tokens, **settings):
-    """What nanoGPT's sample.py prints beside a model.py: seed, build, load, then one sample after another."""
-    content = torch.load(folder / "ckpt.pt", weights_only=True)
+def trained(path):
+    """The model of out/ckpt.pt beside a model.py, built and loaded as in nanoGPT's sample.py."""
+    content = torch.load(path.parent / "out/ckpt.pt", weights_only=True)
     fork = load_fork(path)
     torch.manual_seed(1337)
     gpt = fork.GPT(fork.GPTConfig(**content["model_args"]))
     gpt.load_state_dict(content["model"])
-    gpt.eval()
+    return gpt.eval()
+
+
+def tokens_of(text):
+    return torch.tensor([[CHARS.index(char) for char in text]])
+
+
+@torch.no_grad()
+def fork_text(path, temperature=0.8):
+    """What nanoGPT's sample.py prints beside a model.py, with the arguments of the fixture sample.
+    """
+    gpt = trained(path)
     text = ""
-    for _ in range(num_samples):
-        idx = torch.tensor([[CHARS.index(char) for char in prompt]])
-        for _ in range(max_new_tokens):
-            output = gpt(idx[:, -gpt.config.block_size:])
-            logits = output if isinstance(output, torch.Tensor) else output[0]
-            idx = torch.cat([idx, reference_token(logits[:, -1], idx, **settings)], dim=1)
+    for _ in range(3):
+        idx = tokens_of("The ")
+        for _ in range(22):
+            logits = gpt(idx[:, -gpt.config.block_size:])
+            if not isinstance(logits, torch.Tensor):
+                logits = logits[0]
+            token = reference_token(logits[:, -1], idx, temperature, top_k=20)
+            idx = torch.cat([idx, token], dim=1)
         text += "".join(CHARS[i] for i in idx[0]) + f"\n{RULE}\n"
     return text

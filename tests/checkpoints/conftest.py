@@ -6,10 +6,13 @@ from forks import edit, save_fork
 
 @pytest.fixture
 def fork(tmp_path):
-    """fork(part, replacement) edits model.py, and writes out/ckpt.pt of its model. Returns the path of model.py."""
-    def make(*change):
-        path = edit(tmp_path, *change)
-        save_fork(tmp_path / "out", path)
+    """fork(part, replacement) edits model.py, and writes out/ckpt.pt of its model.
+
+    Returns the path of model.py. Without arguments, it is unchanged.
+    """
+    def make(part="", replacement=""):
+        path = edit(tmp_path, part, replacement)
+        save_fork(path)
         return path
     return make
 
@@ -17,7 +20,7 @@ def fork(tmp_path):
 @pytest.fixture
 def sample(run_script, tmp_path):
     """sample(*arguments) runs sample.py in the folder of model.py."""
-    def run(*arguments, **settings):
-        return run_script("--out_dir=out", "--start=The ", "--num_samples=3", "--max_new_tokens=22", "--top_k=20",
-                          *arguments, cwd=tmp_path, **settings)
+    def run(*arguments):
+        return run_script("--out_dir=out", "--start=The ", "--num_samples=3",
+                          "--max_new_tokens=22", "--top_k=20", *arguments, cwd=tmp_path)
     return run
