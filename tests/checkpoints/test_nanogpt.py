@@ -1,4 +1,6 @@
-"""Files of nanoGPT, its forks and build-nanogpt: how they are found, which load, and what their Checkpoint holds."""
+"""Files of nanoGPT, its forks and build-nanogpt: how they are found, which load, and what their
+Checkpoint holds.
+"""
 import collections
 import math
 import os
@@ -16,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+import sampling
 from attacks import write_settled
 from models import SHAPE, make_gpt, make_transformers_gpt2, same_model, save_checkpoint
 from project import PROJECT
-from sampling import load as sampling_load
 from sampling import model as nanogpt
 from sampling.checkpoints import build
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, quantize
@@ -53,15 +55,15 @@ class Mapping(dict):
 
 # ---- finding the file
 
-HUB = "models--a--b/snapshots/1f"
-SIX = "o/1.pt o/2.pt o/3.pt o/4.pt o/5.pt o/6.pt"
+THREE = "a/ckpt.pt words/ckpt.pt z/ckpt.pt"
 RUNS = ("r/checkpoint-1000/config.json r/checkpoint-1000/model.safetensors "
         "r/checkpoint-500/config.json r/checkpoint-500/pytorch_model.bin "
         "r/checkpoint-2000/config.json r/training_args.bin")
-THREE = "a/ckpt.pt words/ckpt.pt z/ckpt.pt"
+HUB = "models--a--b/snapshots/1f"
+HUB_FILES = f"{HUB}/config.json {HUB}/model-00001-of-00001.safetensors"
 ADVICE = [ # what is there, older files first; the setting; a part of the line
-    ("", "out_dir=out", "there is no checkpoint at out/ckpt.pt; pass --out_dir=FOLDER_OR_FILE, or "
-     "--init_from=gpt2 for GPT-2"),
+    ("", "out_dir=out",
+     "there is no checkpoint at out/ckpt.pt; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2"),
     (THREE, "out_dir=wrds/ckpt.pt", "found words, z, a; pass --out_dir=words"),
     (THREE, "init_from=./q", "found z, words, a; pass --out_dir=z"),
     ("a/ckpt.pt runs/x/ckpt.pt b/ckpt.pt", "out_dir=runs", "found runs/x; pass --out_dir=runs/x"),
@@ -72,7 +74,8 @@ ADVICE = [ # what is there, older files first; the setting; a part of the line
      "found out/ckpt-200.pt, out/ckpt-1.pt"),
     ("x/ckpt.pt o/best.ckpt o/best.bin o/train.bin", "out_dir=o",
      "found o/best.bin, o/best.ckpt; pass"),
-    (SIX, "out_dir=o", "found o/6.pt, o/5.pt, o/4.pt, o/3.pt, o/2.pt, ...;"),
+    ("o/1.pt o/2.pt o/3.pt o/4.pt o/5.pt o/6.pt", "out_dir=o",
+     "found o/6.pt, o/5.pt, o/4.pt, o/3.pt, o/2.pt, ...;"),
     ("out/ckpt.pt>/gone/ckpt.pt", "out_dir=out",
      "out/ckpt.pt is a link to /gone/ckpt.pt, which is not there: repair"),
     ("gpt2>/gone", "init_from=gpt2", "gpt2 is a link to /gone, which is not there"),
@@ -80,35 +83,28 @@ ADVICE = [ # what is there, older files first; the setting; a part of the line
      "there is no checkpoint at out/ckpt.pt, which is a folder; pass"),
     (RUNS, "init_from=r",
      "found r/checkpoint-1000, r/checkpoint-500; pass --init_from=r/checkpoint-1000"),
-    *((f"{HUB}/config.json {HUB}/model-00001-of-00001.safetensors", setting,
-       f"found {HUB}; pass --init_from={HUB}")
-      for setting in ("out_dir=models--a--b", "init_from=models--a--b/snapshots", "init_from=.")),
-    ("gpt/config.json gpt/model.safetensors", "out_dir=gpt", "gpt holds a Hugging Face model; pass --init_from=gpt"),
+    (HUB_FILES, "out_dir=models--a--b", f"found {HUB}; pass --init_from={HUB}"),
+    (HUB_FILES, "init_from=models--a--b/snapshots", f"found {HUB}; pass --init_from={HUB}"),
+    (HUB_FILES, "init_from=.", f"found {HUB}; pass --init_from={HUB}"),
+    ("gpt/config.json gpt/model.safetensors", "out_dir=gpt",
+     "gpt holds a Hugging Face model; pass --init_from=gpt"),
     ("a'b/config.json a'b/model.safetensors", "out_dir=a'b/ckpt.pt",
      """pass --init_from='a'"'"'b'"""),
     ("gpt/config.json gpt/pytorch_model.bin gpt/onnx/x.onnx", "init_from=gpt/onnx",
      "gpt/onnx/x.onnx is ONNX's: docs"),
-    *(("gpt/model.safetensors", f"init_from=gpt{file}",
-       "gpt/model.safetensors lacks its config.json: copy that")
-      for file in ("", "/model.safetensors")),
-    *((f"x/{file}", setting, f"x/{file} is {kind}: docs/usage.md#other-formats")
-      for setting in ("out_dir=x", "init_from=x", "out_dir=.")
-      for file, kind in [
-          ("tf_model.h5", "TensorFlow's"), ("flax_model.msgpack", "Flax's"),
-          ("model.onnx", "ONNX's"), ("gpt2.Q4_K.gguf", "llama.cpp's"),
-          ("adapter_model.safetensors", "an adapter, which is no model alone"),
-          ("zero_to_fp32.py", "DeepSpeed's, which saved a model in parts"),
-          ("model.fp16.safetensors", "a variant of the weights"),
-          ("model-1000.index", "TensorFlow's, as gpt-2-simple saves it")]),
-    *(("x/config.json x/a.gguf", f"{name}=x/a.gguf", "x/a.gguf is ")
-      for name in ("out_dir", "init_from")),
+    ("gpt/model.safetensors", "init_from=gpt",
+     "gpt/model.safetensors lacks its config.json: copy that"),
+    ("gpt/model.safetensors", "init_from=gpt/model.safetensors",
+     "gpt/model.safetensors lacks its config.json: copy that"),
+    ("x/config.json x/a.gguf", "out_dir=x/a.gguf", "x/a.gguf is "),
+    ("x/config.json x/a.gguf", "init_from=x/a.gguf", "x/a.gguf is "),
 ]
 
 
 def error_for(setting):
     """The error line of loading what a setting names."""
     name, _, value = setting.partition("=")
-    load = load_nanogpt if name == "out_dir" else load_huggingface
+    load = {"out_dir": load_nanogpt, "init_from": load_huggingface}[name]
     with pytest.raises((OSError, ValueError)) as error:
         load(value)
     return str(error.value)
@@ -116,7 +112,7 @@ def error_for(setting):
 
 def make_files(names):
     """Write files, of which each is newer than the one before. a>b is a link from a to b."""
-    for i, name in enumerate(names):
+    for i, name in enumerate(names.split()):
         name, _, target = name.partition(">")
         path = pathlib.Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,203 +127,310 @@ def make_files(names):
 def test_the_line_says_what_is_there_and_a_flag_that_does_not_lead_back(
         files, setting, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_files(files.split())
+    make_files(files)
     error = error_for(setting)
     assert line in error
     for flag in re.findall(r"found [^;]*; pass --([^ ,;]+)", error):
         next_error = error_for(shlex.split(flag)[0])
-        assert "there is no" not in next_error and " is no " not in next_error
+        assert "there is no" not in next_error
+        assert " is no " not in next_error
 
 
-@pytest.mark.parametrize("load", [load_nanogpt, load_huggingface, sampling_load])
+@pytest.mark.parametrize("setting", ["out_dir=x", "init_from=x", "out_dir=."])
+@pytest.mark.parametrize("file, kind", [
+    ("tf_model.h5", "TensorFlow's"),
+    ("flax_model.msgpack", "Flax's"),
+    ("model.onnx", "ONNX's"),
+    ("gpt2.Q4_K.gguf", "llama.cpp's"),
+    ("adapter_model.safetensors", "an adapter, which is no model alone"),
+    ("zero_to_fp32.py", "DeepSpeed's, which saved a model in parts"),
+    ("model.fp16.safetensors", "a variant of the weights"),
+    ("model-1000.index", "TensorFlow's, as gpt-2-simple saves it"),
+])
+def test_the_line_says_what_a_file_of_another_format_is(
+        file, kind, setting, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_files(f"x/{file}")
+    assert f"x/{file} is {kind}: docs/usage.md#other-formats" in error_for(setting)
+
+
+@pytest.mark.parametrize("load", [load_nanogpt, load_huggingface, sampling.load])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
 def test_a_file_of_a_hugging_face_model_means_its_folder(load, name, tmp_path, gpt2_encoding):
     model = make_transformers_gpt2()
     model.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    path = str(tmp_path / name)
     if name == "pytorch_model.bin": # otherwise, the folder's weights would be others
         with pytest.raises((OSError, ValueError), match=f"pass (name|--init_from)={tmp_path}"):
-            load(str(tmp_path / name))
+            load(path)
         (tmp_path / "model.safetensors").unlink()
-    loaded = load(str(tmp_path / name))
-    assert (loaded if isinstance(loaded, build.Checkpoint) else loaded.checkpoint).folder == tmp_path
+    loaded = load(path)
+    assert getattr(loaded, "checkpoint", loaded).folder == tmp_path
 
 
 # ---- what a Checkpoint holds
 
 @pytest.mark.parametrize("changes, described", [
-    ({}, "iteration 100, validation loss 1.5000"), ({"iter_num": None, "best_val_loss": None}, "loaded"),
+    ({}, "iteration 100, validation loss 1.5000"),
+    ({"iter_num": None, "best_val_loss": None}, "loaded"),
     ({"best_val_loss": float("nan"), "iter_num": np.int64(7)}, "iteration 7"),
 ])
-def test_fields_of_a_checkpoint_and_the_line_that_describes_it(changes, described, tmp_path, messages):
-    config = {"dataset": "shakespeare", "tokenizer": "tiktoken"}
-    path = save_checkpoint(tmp_path, make_gpt(vocab_size=70), config=config, **changes)
+def test_fields_of_a_checkpoint_and_the_line_that_describes_it(
+        changes, described, tmp_path, messages):
+    path = save_checkpoint(tmp_path, make_gpt(vocab_size=70), **changes)
     checkpoint = load_nanogpt(tmp_path)
-    assert (checkpoint.path, checkpoint.folder, checkpoint.raw_config) == (str(path), tmp_path, config)
+    assert checkpoint.path == str(path)
+    assert checkpoint.folder == tmp_path
     assert checkpoint.config == nanogpt.GPTConfig(**SHAPE | {"vocab_size": 70})
     assert messages == [f"{path}: {described}"]
-    for other in Namespace(**config), Mapping(config):
-        assert load_nanogpt(save_checkpoint(tmp_path, make_gpt(), config=other)).raw_config == config
+
+
+@pytest.mark.parametrize("kind", [dict, lambda config: Namespace(**config), Mapping])
+def test_a_checkpoint_has_the_settings_of_train_py(kind, tmp_path):
+    config = {"dataset": "shakespeare", "tokenizer": "tiktoken"}
+    path = save_checkpoint(tmp_path, make_gpt(), config=kind(config))
+    assert load_nanogpt(path).raw_config == config
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])
 def test_the_checksum_is_of_the_weights_whatever_the_file(has_checksums, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.serialization.get_crc32_options", lambda: has_checksums)
+
     def crc32(weights):
-        with monkeypatch.context() as patch:
-            patch.setattr("torch.serialization.get_crc32_options", lambda: has_checksums)
-            torch.save({"model": weights, "model_args": SHAPE}, tmp_path / "ckpt.pt")
-        checkpoint = load_nanogpt(tmp_path)
-        assert all(torch.equal(checkpoint.state_dict[name], weight) for name, weight in weights.items())
-        return checkpoint.crc32
-    weights, changed = make_gpt().state_dict(), make_gpt().state_dict()
-    changed["transformer.ln_f.weight"][5] += 1e-3
-    assert crc32(weights) == crc32(dict(reversed(weights.items()))) == "64ab2a54" != crc32(changed)
+        path = save_checkpoint(tmp_path, make_gpt(), model=weights)
+        return load_nanogpt(path).crc32
+    weights = make_gpt().state_dict()
+    assert crc32(weights) == crc32(dict(reversed(weights.items()))) == "64ab2a54"
+    assert same_model(tmp_path, make_gpt())
+    weights["transformer.ln_f.weight"][5] += 1e-3
+    assert crc32(weights) != "64ab2a54"
 
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_in_int8_each_weight_is_quantized_as_soon_as_it_is_read(tie, tmp_path, monkeypatch):
-    model, references = make_gpt(tie_word_embeddings=tie), []
+    model = make_gpt(tie_word_embeddings=tie)
     path = save_checkpoint(tmp_path, model)
+    references = []
 
     def quantize_and_note(weight):
-        assert not any(reference() is not None for reference in references), "one weight in float32 at a time"
+        assert all(reference() is None for reference in references), "one in float32 at a time"
         references.append(weakref.ref(weight))
         return quantize(weight)
     monkeypatch.setattr(build, "quantize", quantize_and_note)
     found = load_nanogpt(path, torch.int8)
-    assert len(references) == 2 * 4 + (1 if tie else 2) and found.crc32 == load_nanogpt(path).crc32
+    assert found.crc32 == load_nanogpt(path).crc32
     for name, tensor in model.state_dict().items():
-        is_quantized = tensor.dim() == 2 and "wpe" not in name
-        torch.testing.assert_close(found.state_dict[name], quantize(tensor) if is_quantized else tensor, rtol=0, atol=0)
+        if tensor.dim() == 2 and "wpe" not in name:
+            tensor = quantize(tensor)
+        torch.testing.assert_close(found.state_dict[name], tensor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [
-    dict(), dict(bias=False), dict(n_embd=7, n_head=1, vocab_size=33, block_size=10), dict(n_embd=4, vocab_size=3),
-    dict(n_embd=3, n_head=3, block_size=3, vocab_size=17), dict(n_embd=1, n_head=1, block_size=5, vocab_size=7),
+    dict(),
+    dict(bias=False),
+    dict(n_embd=7, n_head=1, vocab_size=33, block_size=10),
+    dict(n_embd=4, vocab_size=3),
+    dict(n_embd=3, n_head=3, block_size=3, vocab_size=17),
+    dict(n_embd=1, n_head=1, block_size=5, vocab_size=7),
 ], ids=str)
 def test_count_init_draws_equals_the_draws_of_the_initialisation(shape):
     model = make_gpt(**shape)
     torch.manual_seed(5)
-    nanogpt.GPT(nanogpt.GPTConfig(**vars(model.config)))
+    nanogpt.GPT(model.config)
     generator = torch.Generator().manual_seed(5)
     advance_mt19937(generator, count_init_draws(model.state_dict()))
-    assert torch.equal(torch.empty(700).exponential_(generator=generator), torch.empty(700).exponential_())
+    found = torch.empty(700).exponential_(generator=generator)
+    assert torch.equal(found, torch.empty(700).exponential_())
 
 
 # ---- files that load
 
-MASKS = {f"transformer.h.0.attn.{name}": torch.ones(1, dtype=torch.uint8) for name in ("bias", "masked_bias")}
+def renamed(pattern, new):
+    """A change of the names of weights."""
+    return lambda weights: {re.sub(pattern, new, name): w for name, w in weights.items()}
+
+
+def each(change):
+    """A change of each of the weights."""
+    return lambda weights: {name: change(w) for name, w in weights.items()}
+
+
+def without(left_out):
+    return lambda weights: {name: w for name, w in weights.items() if name != left_out}
+
+
+MASKS = {f"transformer.h.0.attn.{name}": torch.ones(1, dtype=torch.uint8)
+         for name in ("bias", "masked_bias")}
+LAYER = r"(h\.\d\.)(mlp\.)?"
 WEIGHTS = { # what a file may have instead of these weights
-    "as-they-are": lambda w: w, "untied": lambda w: w, "masks": lambda w: w | MASKS,
-    **{wrapped: lambda w, wrapped=wrapped: {wrapped.replace("NAME", name): tensor for name, tensor in w.items()}
-       for wrapped in ["_orig_mod.NAME", "model.NAME", "_orig_mod.gpt.model.NAME"]},
-    **{inner: lambda w, inner=inner: {re.sub(r"(h\.\d\.)(mlp\.)?", inner, name): tensor for name, tensor in w.items()}
-       for inner in [r"module.\1\2_orig_mod.", r"_fsdp_wrapped_module.\1_checkpoint_wrapped_module.\2"]},
-    "without-transformer": lambda w: {name.removeprefix("transformer."): tensor for name, tensor in w.items()},
-    "head-copied": lambda w: w | {HEAD: w[HEAD].clone()}, "head-in-float64": lambda w: w | {HEAD: w[HEAD].double()},
-    "no-head": lambda w: {name: tensor for name, tensor in w.items() if name != HEAD},
-    "no-embedding": lambda w: {name: tensor for name, tensor in w.items() if name != EMBEDDING},
-    "views-of-one-record": lambda w: {name: torch.stack([tensor, tensor])[1] for name, tensor in w.items()},
-    "parameters": lambda w: {name: torch.nn.Parameter(tensor) for name, tensor in w.items()},
-    "a-subclass-of-dict": Mapping, "defaultdict": lambda w: collections.defaultdict(list, w),
-    **{str(dtype): lambda w, dtype=dtype: {name: tensor.to(dtype) for name, tensor in w.items()}
-       for dtype in (torch.float16, torch.bfloat16, torch.float64)},
+    "untied": dict,
+    "masks": lambda weights: weights | MASKS,
+    "compiled": renamed("^", "_orig_mod."),
+    "wrapped": renamed("^", "model."),
+    "wrapped-and-compiled": renamed("^", "_orig_mod.gpt.model."),
+    "layers-compiled": renamed(LAYER, r"module.\1\2_orig_mod."),
+    "layers-in-fsdp": renamed(LAYER, r"_fsdp_wrapped_module.\1_checkpoint_wrapped_module.\2"),
+    "without-transformer": renamed(r"^transformer\.", ""),
+    "head-copied": lambda weights: weights | {HEAD: weights[HEAD].clone()},
+    "head-in-float64": lambda weights: weights | {HEAD: weights[HEAD].double()},
+    "no-head": without(HEAD),
+    "no-embedding": without(EMBEDDING),
+    "views-of-one-record": each(lambda weight: torch.stack([weight, weight])[1]),
+    "parameters": each(torch.nn.Parameter),
+    "a-subclass-of-dict": Mapping,
+    "defaultdict": partial(collections.defaultdict, list),
+    "float16": each(torch.Tensor.half),
+    "bfloat16": each(torch.Tensor.bfloat16),
+    "float64": each(torch.Tensor.double),
 }
+OFF = {"rope": False, "n_kv_head": None} # no such part
+NO_ARITHMETIC = {"flash": True, "device": torch.device("cuda"), "dtype": torch.float16}
+NUMPY = {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}
 ENTRIES = { # what a file may have instead of these entries, and beside them
-    "fields-that-are-off-or-change-no-arithmetic": {"model_args": SHAPE | {
-        "rope": False, "n_kv_head": None, "flash": True, "device": torch.device("cuda"), "dtype": torch.float16}},
-    "numpy-numbers": {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}},
-    "model_args-with-slots": {"model_args": Slots(**SHAPE)}, "model_args-of-a-subclass": {"model_args": Mapping(SHAPE)},
+    "fields-that-are-off-or-change-no-arithmetic": {"model_args": SHAPE | OFF | NO_ARITHMETIC},
+    "numpy-numbers": {"model_args": SHAPE | NUMPY},
+    "model_args-with-slots": {"model_args": Slots(**SHAPE)},
+    "model_args-of-a-subclass": {"model_args": Mapping(SHAPE)},
     "config-that-cannot-be-read": {"config": Namespace},
-    "collections": {"losses": collections.deque([1.0, 2.0], maxlen=5), "counts": collections.Counter("aab"),
-                    "groups": collections.defaultdict(list, a=[1]), "merges": {(1, 2): 3, (b"a", None): 4},
-                    "names": {"a", ("b", 1)}, "frozen": frozenset([1]), "by class": {Namespace: 2}},
-    "states-of-random-generators": {"python": random.getstate(), "numpy": np.random.get_state(),
-                                    "generator": np.random.default_rng(1), "torch": torch.get_rng_state()},
+    "collections": {
+        "losses": collections.deque([1.0, 2.0], maxlen=5),
+        "counts": collections.Counter("aab"),
+        "groups": collections.defaultdict(list, a=[1]),
+        "merges": {(1, 2): 3, (b"a", None): 4},
+        "names": {"a", ("b", 1)},
+        "frozen": frozenset([1]),
+        "by class": {Namespace: 2},
+    },
+    "states-of-random-generators": {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "generator": np.random.default_rng(1),
+        "torch": torch.get_rng_state(),
+    },
     "a-long-text": {"train_data": "a" * 2**23},
-    "objects": {"args": Namespace(lr=1), "path": pathlib.Path("a/b"), "long": np.longdouble(1), "complex": 1j,
-                "function": math.sqrt, "method": Namespace().__init__, "class": Namespace,
-                "optimizer": torch.optim.SGD, "dtype": torch.float8_e5m2, "size": torch.Size([2]), "type": int,
-                "negated": torch._neg_view(torch.ones(2)),
-                "partial": partial(print, 1), "sparse": torch.eye(2).to_sparse(), "layer": torch.nn.Linear(1, 1),
-                "losses": [i / 7 for i in range(100_000)], "new dtype": torch.ones(1, dtype=torch.uint16)},
+    "many-numbers": {"losses": [i / 7 for i in range(100_000)]},
+    "objects": {
+        "of python": [Namespace(lr=1), pathlib.Path("a/b"), partial(print, 1), 1j],
+        "functions": [math.sqrt, Namespace().__init__, Namespace, int, torch.optim.SGD],
+        "longdouble": np.longdouble(1),
+        "of torch": [torch.float8_e5m2, torch.Size([2]), torch.nn.Linear(1, 1)],
+        "negated": torch._neg_view(torch.ones(2)),
+        "sparse": torch.eye(2).to_sparse(),
+        "new dtype": torch.ones(1, dtype=torch.uint16),
+    },
 }
 
 
-@pytest.mark.parametrize("options", [{"pickle_protocol": 2}, {"pickle_protocol": 4}], ids=["2", "4"])
+@pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("form", [*WEIGHTS, *ENTRIES])
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
-def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
-    model = make_gpt(tie_word_embeddings=form != "untied").half().bfloat16().float() # numbers that each dtype has
-    weights = WEIGHTS.get(form, WEIGHTS["as-they-are"])(model.state_dict())
-    monkeypatch.setattr(torch, "save", partial(torch.save, **options))
-    assert same_model(save_checkpoint(tmp_path, model, **{"model": weights} | ENTRIES.get(form, {})), model)
+def test_forms_of_checkpoints_load(form, protocol, tmp_path, monkeypatch):
+    model = make_gpt(tie_word_embeddings=form != "untied")
+    model.half().bfloat16().float() # numbers that each dtype has
+    entries = {"model": model.state_dict()} | ENTRIES.get(form, {})
+    if form in WEIGHTS:
+        entries["model"] = WEIGHTS[form](entries["model"])
+    monkeypatch.setattr(torch, "save", partial(torch.save, pickle_protocol=protocol))
+    assert same_model(save_checkpoint(tmp_path, model, **entries), model)
 
 
 @pytest.mark.parametrize("model_key, config_key, config, gelu", [
-    ("model_state_dict", "config", SIZES, "tanh"), ("model", "model_args", GPTConfig(**SIZES), "tanh"),
+    ("model_state_dict", "config", SIZES, "tanh"),
+    ("model", "model_args", GPTConfig(**SIZES), "tanh"),
     ("model", "config", GPTConfig(**SHAPE), "none"), # nanoGPT's fields
-    ("model", "model_args", Namespace(**SIZES), "none"), ("model", "model_args", SIZES, "none"),
+    ("model", "model_args", Namespace(**SIZES), "none"),
+    ("model", "model_args", SIZES, "none"),
 ])
-def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, config, gelu, tmp_path):
-    model, path = make_gpt(gelu=gelu), tmp_path / "model_19072.pt"
-    torch.save({model_key: model.state_dict(), config_key: config, "step": 19072, "val_loss": 3.05}, path)
+def test_build_nanogpts_files_load_with_its_form_of_gelu(
+        model_key, config_key, config, gelu, tmp_path):
+    model = make_gpt(gelu=gelu)
+    weights = model.state_dict()
+    path = tmp_path / "model_19072.pt"
+    torch.save({model_key: weights, config_key: config, "step": 19072, "val_loss": 3.05}, path)
     checkpoint = load_nanogpt(path)
-    assert (checkpoint.iter_num, checkpoint.val_loss) == (19072, 3.05)
-    assert checkpoint.num_init_draws == count_init_draws(model.state_dict()) and same_model(path, model)
+    assert checkpoint.iter_num == 19072
+    assert checkpoint.val_loss == 3.05
+    assert checkpoint.num_init_draws == count_init_draws(weights)
+    assert same_model(path, model)
 
 
 # ---- files that are refused
 
 def test_the_advice_for_tensors_without_sizes_works(tmp_path):
-    model, path = make_gpt(gelu="tanh"), tmp_path / "model.safetensors" # whatever its format is
+    model = make_gpt(gelu="tanh")
+    path = tmp_path / "model.safetensors" # whatever its format is
     torch.save(model.state_dict(), path)
-    with pytest.raises(ValueError, match=r"it lacks model, and holds .*; docs/usage\.md") as error:
-        load_nanogpt(path)
-    assert len(str(error.value).replace(str(path), "out/ckpt.pt")) <= 300
-    command, = re.findall(r"`(torch\.save\([^`]*)`", (PROJECT / "docs" / "usage.md").read_text())
+    error = error_for(f"out_dir={path}")
+    assert re.search(r"it lacks model, and holds .*; docs/usage\.md", error)
+    assert len(error) <= 300 + len(str(path))
+    usage = (PROJECT / "docs" / "usage.md").read_text()
+    command, = re.findall(r"`(torch\.save\([^`]*)`", usage)
+    command = command.replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
+    command = command.replace("model_args", "config")
     for name in SIZES:
         command = command.replace(f"{name}=?", f"{name}={SHAPE[name]}")
-    exec(command.replace("model_args", "config").replace("ckpt.pt", str(tmp_path / "ckpt.pt")),
-         {"torch": torch, "state_dict": model.state_dict()})
+    exec(command, {"torch": torch, "state_dict": model.state_dict()})
     assert same_model(tmp_path, model)
 
 
 @pytest.mark.parametrize("content, message", [
     (b"GGUF" + bytes(4000), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
     (b"version https://git-lfs.github.com/spec/v1\n", "only a pointer of Git LFS"),
-    (b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "torch.save(torch.load(path, weights_only=True), path)"),
-    ({"epoch": 9, "state_dict": {"a": torch.ones(2)}},
+    # From before torch 1.6.
+    (b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+     "torch.save(torch.load(path, weights_only=True), path)"),
+    (b"", "it is empty"),
+    (bytes(4000), "it holds only zeros"),
+], ids=["gguf", "lfs", "old", "empty", "zeros"])
+def test_a_file_of_another_program_is_refused(content, message, tmp_path):
+    path = tmp_path / "ckpt.pt"
+    write_settled(path, content)
+    error = error_for(f"out_dir={path}")
+    assert message in error
+    assert str(path) in error
+
+
+ONES = torch.ones(2)
+ONE = {"a": ONES}
+LACKING = "lacks block_size, n_embd, n_head, vocab_size in model_args or config"
+METADATA = "'a': a tensor whose metadata changes its values"
+REFUSED = [
+    ({"epoch": 9, "state_dict": ONE},
      "it lacks model, and holds 'epoch', 'state_dict'; docs/usage.md"),
     ({"model": {}, "config": {"n_layer": 2, "learning_rate": 1}},
-     "lacks block_size, n_embd, n_head, vocab_size in model_args or config, and holds 'model', 'config'; docs"),
-    (b"", "it is empty"), (bytes(4000), "it holds only zeros"),
-    ({"model": {}, "model_args": SIZES | {"rope": True, "norm": "rms", "gelu": "tanh"}},
-     "its model_args has fields that a GPT does not have: norm, rope;"),
-    ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
-    ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "'a': torch._utils._rebuild_sparse_tensor"),
-    *(({"model": {"a": view}, "model_args": {}}, "'a': a tensor whose metadata changes its values")
-      for view in (torch._neg_view(torch.ones(2)), torch.ones(2, dtype=torch.complex64).conj().imag)),
-    ({"model": {"a": torch.ones(2)}, "model_args": print}, "with fields, got __builtin__.print"),
+     f"{LACKING}, and holds 'model', 'config'; docs"),
     ({"model": {}, "config": DictConfig(**SHAPE)}, "OmegaConf.to_container(checkpoint['config'])"),
-    ({"model": Namespace(), "model_args": SHAPE}, "must hold tensors by name, but holds argparse.Namespace"),
-    ({"model": {"a": torch.ones(2)}, "model_args": Namespace(n_layer=2, n_embd=4)},
-     "is an object of argparse.Namespace without the fields block_size, n_head, vocab_size"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": [1, 2]}}, "numbers and text, got n_layer: list"),
-    ({"model": {"module.h.x": torch.ones(2), "h._orig_mod.x": torch.ones(2)}, "model_args": {}},
+]
+REFUSED_MODELS = [ # model, model_args, a part of the line
+    (Namespace(), SHAPE, "must hold tensors by name, but holds argparse.Namespace"),
+    ({"a": ONES.to(torch.int8)}, {}, "only dense floating point"),
+    ({"a": ONES.to_sparse()}, {}, "'a': torch._utils._rebuild_sparse_tensor"),
+    ({"a": torch._neg_view(ONES)}, {}, METADATA),
+    ({"a": ONES.to(torch.complex64).conj().imag}, {}, METADATA),
+    ({"module.h.x": ONES, "h._orig_mod.x": ONES}, {},
      "two of its tensors are called 'transformer.h.x'"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"n_head": 5}}, "n_head must divide n_embd; got 5 and 768"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": True}}, "n_layer must be a whole number, at least 1"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"n_inner": "9"}}, "n_inner must be a whole number, at least 1"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"dropout": math.nan}}, "dropout must be a number between 0 and 1;"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"gelu": "relu"}}, "gelu must be 'none' or 'tanh'; got 'relu'"),
-], ids=lambda value: value if isinstance(value, str) else "")
+    (ONE, print, "with fields, got __builtin__.print"),
+    (ONE, SIZES | {"rope": True, "norm": "rms", "gelu": "tanh"},
+     "its model_args has fields that a GPT does not have: norm, rope;"),
+    (ONE, Namespace(n_layer=2, n_embd=4),
+     "is an object of argparse.Namespace without the fields block_size, n_head, vocab_size"),
+    (ONE, {"n_layer": [1, 2]}, "numbers and text, got n_layer: list"),
+    (ONE, {"n_head": 5}, "n_head must divide n_embd; got 5 and 768"),
+    (ONE, {"n_layer": True}, "n_layer must be a whole number, at least 1"),
+    (ONE, {"n_inner": "9"}, "n_inner must be a whole number, at least 1"),
+    (ONE, {"dropout": math.nan}, "dropout must be a number between 0 and 1;"),
+    (ONE, {"gelu": "relu"}, "gelu must be 'none' or 'tanh'; got 'relu'"),
+]
+for model, args, message in REFUSED_MODELS:
+    REFUSED.append(({"model": model, "model_args": args}, message))
+
+
+@pytest.mark.parametrize("content, message", REFUSED)
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
-def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
-    if isinstance(content, bytes): # of another program
-        write_settled(tmp_path / "ckpt.pt", content)
-    else:
-        torch.save(content, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError) as error:
-        load_nanogpt(tmp_path / "ckpt.pt")
-    assert message in str(error.value) and str(tmp_path / "ckpt.pt") in str(error.value)
+def test_a_checkpoint_of_no_gpt_is_refused(content, message, tmp_path):
+    path = tmp_path / "ckpt.pt"
+    torch.save(content, path)
+    error = error_for(f"out_dir={path}")
+    assert message in error
+    assert str(path) in error
