@@ -84,8 +84,7 @@ def attack(tiktoken_cache, tmp_path_factory, valid_checkpoint):
         assert len(line) < 3000
 
     valid = tmp_path_factory.mktemp("valid")
-    write_settled(valid / "out" / "ckpt.pt", valid_checkpoint)
-    save_meta(valid / "out" / "meta.pkl")
+    write_attack("nothing", value(0), valid, valid_checkpoint)
     *result, valid_peak = run(valid)
     assert result == [0, ""]
     yield check
@@ -131,18 +130,19 @@ def write_attack(place, piece, folder, valid_checkpoint):
     pytorch_model.bin, "hf".
     """
     out = folder / "out"
-    save_meta(out / "meta.pkl")
+    meta = out / "meta.pkl"
+    save_meta(meta)
     (folder / "imported.py").write_text("import os; os.mkdir('ran')")
     kind, _, key = place.rpartition(" ")
-    poisoned = poison(valid_checkpoint, key, piece)
+    if kind == "meta.pkl":
+        write_settled(meta, with_entry(meta.read_bytes(), key, piece))
+        write_settled(out / "ckpt.pt", valid_checkpoint)
+        return
+    name = "ckpt.pt"
     if kind == "hf":
         (out / "config.json").write_text('{"model_type": "gpt2"}')
-        write_settled(out / "pytorch_model.bin", poisoned)
-    elif kind == "meta.pkl":
-        write_settled(out / "meta.pkl", with_entry((out / "meta.pkl").read_bytes(), key, piece))
-        write_settled(out / "ckpt.pt", valid_checkpoint)
-    else:
-        write_settled(out / "ckpt.pt", poisoned)
+        name = "pytorch_model.bin"
+    write_settled(out / name, poison(valid_checkpoint, key, piece))
 
 
 # ---- hand-written pickles: opcodes that leave one value on the stack

@@ -6,7 +6,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import torch
 
-from models import CHARS, make_gpt, nanogpt_args, save_checkpoint
+from engines import TOKENIZER
+from models import SHAPE, save_checkpoint
 from oracles import reference_token
 from project import PROJECT, RULE
 
@@ -104,7 +105,7 @@ def save_fork(path):
     """Write out/ckpt.pt beside a model.py: a model of it, with large random weights."""
     fork = load_fork(path)
     torch.manual_seed(1)
-    gpt = fork.GPT(fork.GPTConfig(**nanogpt_args(make_gpt().config)))
+    gpt = fork.GPT(fork.GPTConfig(**SHAPE))
     for parameter in gpt.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(6)
@@ -121,23 +122,20 @@ def trained(path):
     return gpt.eval()
 
 
-def tokens_of(text):
-    return torch.tensor([[CHARS.index(char) for char in text]])
-
-
 @torch.no_grad()
-def fork_text(path, temperature=0.8):
+def fork_text(path, device="cpu", in_bfloat16=False):
     """What nanoGPT's sample.py prints beside a model.py, with the arguments of the fixture sample.
     """
-    gpt = trained(path)
+    gpt = trained(path).to(device)
     text = ""
     for _ in range(3):
-        idx = tokens_of("The ")
+        idx = torch.tensor([TOKENIZER.encode("The ")], device=device)
         for _ in range(22):
-            logits = gpt(idx[:, -gpt.config.block_size:])
+            with torch.autocast(device, torch.bfloat16, enabled=in_bfloat16):
+                logits = gpt(idx[:, -gpt.config.block_size:])
             if not isinstance(logits, torch.Tensor):
                 logits = logits[0]
-            token = reference_token(logits[:, -1], idx, temperature, top_k=20)
+            token = reference_token(logits[:, -1], idx, 0.8, top_k=20, in_own_dtype=True)
             idx = torch.cat([idx, token], dim=1)
-        text += "".join(CHARS[i] for i in idx[0]) + f"\n{RULE}\n"
+        text += f"{TOKENIZER.decode(idx[0].tolist())}\n{RULE}\n"
     return text

@@ -20,7 +20,6 @@ from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from sampling.checkpoints.finding import ALIASES
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.model import GPT
-from sampling.params import SamplingParams
 from script_process import run_program
 
 WEIGHTS = "model.safetensors"
@@ -113,8 +112,6 @@ HEADS = {
     "v_head.summary.weight": torch.ones(1, 32),
     "score.weight": torch.ones(2, 32),
     "steps": torch.arange(1),
-    "qa_outputs.bias": torch.ones(2),
-    "multiple_choice_head.summary.bias": torch.ones(1),
     "transformer.h.1.ln_cross_attn.weight": torch.ones(32),
     "transformer.h.1.crossattention.bias": torch.arange(1),
 }
@@ -143,8 +140,8 @@ FOLDERS = { # what is changed
     "authors": set_generation,
 }
 LINES = { # what a line must say
-    "heads": "need: 'crossatt.*ln_cross.*score.*v_h",
-    "authors": r"with --repetition_penalty=1\.5, no_repeat_ngram_size=3 \(no flag\); nothing is",
+    "heads": ".* need: 'crossatt.*ln_cross.*score.*v_h.*",
+    "authors": r".* with --repetition_penalty=1\.5, no_repeat_ngram_size=3 \(no flag\); nothing.*",
 }
 
 
@@ -164,16 +161,13 @@ def test_a_folder_gives_the_text_of_transformers(name, tmp_path, messages):
     ids = AutoTokenizer.from_pretrained(tmp_path)(prompt, add_special_tokens=False).input_ids
     ours = sampling.load(tmp_path, device="cpu")
     assert ours.tokenizer.encode(prompt) == ids
-    for sampled, temperature in (False, 0), (True, 0.8):
-        set_seed(1337)
-        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=sampled,
-                                   top_k=200, temperature=temperature or 1.0)
-        params = SamplingParams(20, temperature=temperature, top_k=200, seed=1337)
-        sample, = ours.generate(prompt, params)
-        assert ids + sample.token_ids == expected[0].tolist()
+    settings = dict(max_new_tokens=20, temperature=0.8, top_k=200)
+    set_seed(1337)
+    expected = theirs.generate(torch.tensor([ids]), do_sample=True, **settings)
+    sample, = ours.generate(prompt, seed=1337, **settings)
+    assert ids + sample.token_ids == expected[0].tolist()
     lines = [line for line in messages if line.startswith(f"{tmp_path}: ") and "loaded" not in line]
-    assert len(lines) == (name in LINES)
-    assert re.search(LINES.get(name, ""), "".join(lines))
+    assert re.fullmatch(LINES.get(name, ""), "".join(lines))
 
 
 def test_a_model_of_2019_loads(tmp_path):
@@ -181,10 +175,8 @@ def test_a_model_of_2019_loads(tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     sizes = {name: getattr(theirs.config, name) for name in ALIASES}
     edit(tmp_path / CONFIG, vocab_size=300, **sizes)
-    tensors = {"h.0.attn.bias": torch.ones(1, 1, 48, 48, dtype=torch.bool)}
-    for name, tensor in theirs.transformer.state_dict().items():
-        tensors[name] = tensor
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    mask = {"h.0.attn.bias": torch.ones(1, 1, 48, 48, dtype=torch.bool)}
+    torch.save(theirs.transformer.state_dict() | mask, tmp_path / "pytorch_model.bin")
     assert same_as_transformers(tmp_path, theirs)
 
 
@@ -217,14 +209,11 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
     assert same_as_transformers(tmp_path, theirs)
 
 
-def dangle(folder, name):
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to("nowhere")
-
-
 def lose_shard(folder):
     shards(folder)
-    dangle(folder, "part-1.safetensors")
+    shard = folder / "part-1.safetensors"
+    shard.unlink()
+    shard.symlink_to("nowhere")
 
 
 def lose_index(folder):
@@ -233,7 +222,7 @@ def lose_index(folder):
 
 
 def leave_folder(folder):
-    dangle(folder, WEIGHTS)
+    (folder / WEIGHTS).unlink()
     edit(folder / INDEX, weight_map={"wte.weight": "../other.safetensors"})
 
 
@@ -247,7 +236,6 @@ def leave_folder(folder):
     (editing(CONFIG, hidden_size=64), "n_embd 32, but also hidden_size 64, which means"),
     (lose_shard, "lacks 'part-1.safetensors', which"),
     (lose_index, "nor an index of the shards"),
-    (lambda folder: dangle(folder, WEIGHTS), "neither model.safetensors nor "),
     (leave_folder, "its weight_map must give the names of files in its folder"),
     (without("1.attn.c_attn.bias"), r"h\.1\.attn\.c_attn\.bias: nothing instead"),
     (resaving(lambda tensors: tensors | {"transformer.h.0.scale": torch.ones(1)}), "h.0.scale: "),
@@ -329,38 +317,27 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(
     assert not hub.asked_for
 
 
-@pytest.fixture
-def run_without_model(hub, run_script, tmp_path):
-    """run_without_model(name) runs sample.py beside some models. Returns standard error."""
+IS_ASKED = "did not come from the Hugging Face hub"
+ELSEWHERE = "; for the hub's model of this name, run the command in another folder"
+
+
+@pytest.mark.parametrize("name, message", [
+    ("someone/tiny", IS_ASKED),
+    ("me/gpt2-finetuned", IS_ASKED),
+    ("gpt2", IS_ASKED),
+    ("runs/last", f"there is no model at runs/last; found .*{ELSEWHERE}"),
+    ("out-shakespeare-cha", f"found out-shakespeare-char, .*{ELSEWHERE}"),
+    ("a/out-shakespeare-char", f"found out-shakespeare-char, .*{ELSEWHERE}"),
+])
+def test_a_name_like_a_path_or_a_model_that_is_here_is_not_asked_of_the_hub(
+        name, message, hub, run_script, tmp_path):
     here = tmp_path / "here"
     for folder in "out-shakespeare-char", "gpt2-finetuned", "gpt-2":
         save_checkpoint(here / folder, make_gpt())
     (here / "runs").mkdir()
-
-    def run(name):
-        done = run_script(f"--init_from={name}", cwd=here, **hub.env)
-        assert done.returncode == 1
-        return done.stderr
-    return run
-
-
-@pytest.mark.parametrize("name", ["someone/tiny", "me/gpt2-finetuned", "gpt2"])
-def test_a_name_of_the_hub_is_asked_of_the_hub(name, run_without_model, hub):
-    shown = run_without_model(name)
-    assert hub.asked_for, shown
-
-
-@pytest.mark.parametrize("name, found", [
-    ("out-shakespeare-cha", "out-shakespeare-char"),
-    ("runs/last", ""),
-    ("a/out-shakespeare-char", "out-shakespeare-char"),
-])
-def test_a_name_like_a_path_or_a_model_that_is_here_is_not_asked_of_the_hub(
-        name, found, run_without_model, hub):
-    shown = run_without_model(name)
-    assert not hub.asked_for
-    assert f"error: there is no model at {name}; found {found}" in shown
-    assert "for the hub's model of this name, run the command in another folder" in shown
+    done = run_script(f"--init_from={name}", cwd=here, **hub.env)
+    assert re.search(f"^error: .*{message}", done.stderr, re.M), done.stderr
+    assert bool(hub.asked_for) == (message is IS_ASKED)
 
 
 ENCODE = """
@@ -377,8 +354,7 @@ def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_pa
     write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", content)
     command = sys.executable, "-c", ENCODE
     env = hub.env | {"HTTPS_PROXY": NOWHERE}
-    dead = run_program(*command, status=None, **env | {"HF_ENDPOINT": NOWHERE})
-    assert dead.stdout.count(" failed (") == dead.stdout.count("\n") == 2
+    dead = run_program(*command, status=1, **env | {"HF_ENDPOINT": NOWHERE})
     assert "Retry" not in dead.stderr
     failed, shown = run_program(*command, **env).stdout.splitlines()
     assert failed.startswith("GPT-2's encoding: tiktoken's download failed")

@@ -83,14 +83,9 @@ def test_nanogpts_older_gelu_is_used_for_its_model_py(fork, sample, monkeypatch)
     path = fork("self.gelu(self.c_fc(x))", "new_gelu(self.c_fc(x))")
     added = "\n\ndef new_gelu(x):\n    return F.gelu(x, approximate='tanh')\n"
     path.write_text(path.read_text() + added)
-    for unit, known in model_source.KNOWN.items():
-        monkeypatch.setitem(model_source.KNOWN, unit, f"{known} digest")
-
-    def fingerprint(part):
-        if isinstance(part, str): # an import
-            return part
-        return "digest"
-    monkeypatch.setattr(model_source, "fingerprint", fingerprint)
+    monkeypatch.setattr(model_source, "fingerprint", lambda part: "digest")
+    known = dict.fromkeys(model_source.KNOWN, "digest")
+    monkeypatch.setattr(model_source, "KNOWN", known)
     done = sample()
     assert "is nanoGPT's from before June 2023: using its GELU, the tanh form" in done.stderr
     assert done.stdout == fork_text(path)

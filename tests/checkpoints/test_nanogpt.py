@@ -227,7 +227,6 @@ def test_in_int8_each_weight_is_quantized_as_soon_as_it_is_read(tie, tmp_path, m
 
 
 @pytest.mark.parametrize("shape", [
-    dict(),
     dict(bias=False),
     dict(n_embd=7, n_head=1, vocab_size=33, block_size=10),
     dict(n_embd=4, vocab_size=3),
@@ -266,8 +265,6 @@ LAYER = r"(h\.\d\.)(mlp\.)?"
 WEIGHTS = { # what a file may have instead of these weights
     "untied": dict,
     "masks": lambda weights: weights | MASKS,
-    "compiled": renamed("^", "_orig_mod."),
-    "wrapped": renamed("^", "model."),
     "wrapped-and-compiled": renamed("^", "_orig_mod.gpt.model."),
     "layers-compiled": renamed(LAYER, r"module.\1\2_orig_mod."),
     "layers-in-fsdp": renamed(LAYER, r"_fsdp_wrapped_module.\1_checkpoint_wrapped_module.\2"),
@@ -293,32 +290,19 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
     "model_args-with-slots": {"model_args": Slots(**SHAPE)},
     "model_args-of-a-subclass": {"model_args": Mapping(SHAPE)},
     "config-that-cannot-be-read": {"config": Namespace},
-    "collections": {
-        "losses": collections.deque([1.0, 2.0], maxlen=5),
-        "counts": collections.Counter("aab"),
-        "groups": collections.defaultdict(list, a=[1]),
-        "merges": {(1, 2): 3, (b"a", None): 4},
-        "names": {"a", ("b", 1)},
-        "frozen": frozenset([1]),
-        "by class": {Namespace: 2},
-    },
-    "states-of-random-generators": {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "generator": np.random.default_rng(1),
-        "torch": torch.get_rng_state(),
-    },
+    "mappings": {"first": collections.Counter("aab"), "second": {(1, 2): 3, (b"a", None): 4},
+                 "third": {Namespace: 2}},
+    "collections": {"values": [collections.deque([1.0, 2.0], maxlen=5), {"a", ("b", 1)},
+                               collections.defaultdict(list, a=[1]), frozenset([1])]},
+    "random-generators": {"states": [random.getstate(), np.random.get_state(),
+                                     np.random.default_rng(1), torch.get_rng_state()]},
     "a-long-text": {"train_data": "a" * 2**23},
     "many-numbers": {"losses": [i / 7 for i in range(100_000)]},
-    "objects": {
-        "of python": [Namespace(lr=1), pathlib.Path("a/b"), partial(print, 1), 1j],
-        "functions": [math.sqrt, Namespace().__init__, Namespace, int, torch.optim.SGD],
-        "longdouble": np.longdouble(1),
-        "of torch": [torch.float8_e5m2, torch.Size([2]), torch.nn.Linear(1, 1)],
-        "negated": torch._neg_view(torch.ones(2)),
-        "sparse": torch.eye(2).to_sparse(),
-        "new dtype": torch.ones(1, dtype=torch.uint16),
-    },
+    "objects": {"values": [Namespace(lr=1), pathlib.Path("a/b"), partial(print, 1), 1j,
+                           np.longdouble(1), torch.Size([2]), torch.nn.Linear(1, 1)]},
+    "functions": {"values": [math.sqrt, Namespace().__init__, Namespace, int, torch.optim.SGD]},
+    "tensors": {"dtype": torch.float8_e5m2, "new": torch.ones(1, dtype=torch.uint16),
+                "others": [torch._neg_view(torch.ones(2)), torch.eye(2).to_sparse()]},
 }
 
 
@@ -364,7 +348,7 @@ def test_the_advice_for_tensors_without_sizes_works(tmp_path):
     error = error_for(f"out_dir={path}")
     assert re.search(r"it lacks model, and holds .*; docs/usage\.md", error)
     assert len(error) <= 300 + len(str(path))
-    usage = (PROJECT / "docs" / "usage.md").read_text()
+    usage = (PROJECT / "docs/usage.md").read_text()
     command, = re.findall(r"`(torch\.save\([^`]*)`", usage)
     command = command.replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
     command = command.replace("model_args", "config")
@@ -372,6 +356,12 @@ def test_the_advice_for_tensors_without_sizes_works(tmp_path):
         command = command.replace(f"{name}=?", f"{name}={SHAPE[name]}")
     exec(command, {"torch": torch, "state_dict": model.state_dict()})
     assert same_model(tmp_path, model)
+
+
+def assert_refused(path, message):
+    error = error_for(f"out_dir={path}")
+    assert str(path) in error
+    assert message in error
 
 
 @pytest.mark.parametrize("content, message", [
@@ -386,9 +376,7 @@ def test_the_advice_for_tensors_without_sizes_works(tmp_path):
 def test_a_file_of_another_program_is_refused(content, message, tmp_path):
     path = tmp_path / "ckpt.pt"
     write_settled(path, content)
-    error = error_for(f"out_dir={path}")
-    assert message in error
-    assert str(path) in error
+    assert_refused(path, message)
 
 
 ONES = torch.ones(2)
@@ -431,6 +419,4 @@ for model, args, message in REFUSED_MODELS:
 def test_a_checkpoint_of_no_gpt_is_refused(content, message, tmp_path):
     path = tmp_path / "ckpt.pt"
     torch.save(content, path)
-    error = error_for(f"out_dir={path}")
-    assert message in error
-    assert str(path) in error
+    assert_refused(path, message)
