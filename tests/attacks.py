@@ -71,9 +71,8 @@ def attack(tiktoken_cache, tmp_path_factory, valid_checkpoint):
         return status, (folder / "stderr").read_text(errors="replace"), peak
 
     def check(folder, message=""):
-        before = {*os.listdir(folder), "stderr"}
         status, stderr, peak = run(folder)
-        assert {*os.listdir(folder)} <= before, "the attack has run its code"
+        assert not (folder / "ran").exists(), "the attack has run its code"
         assert peak < valid_peak + MAX_MB
         assert status == 1, (status, stderr[-2000:])
         line, = stderr.splitlines()

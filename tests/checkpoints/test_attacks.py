@@ -66,47 +66,46 @@ NEEDS_SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11),
 
 @pytest.fixture
 def run_in_folder(char_checkpoint, tmp_path):
-    """run_in_folder(files, *command) runs a program beside these files and a checkpoint.
+    """run_in_folder(program, *arguments, files=...) runs a program beside a checkpoint and these
+    files, which must not make "ran". Returns standard error.
 
-    It must write nothing there. ../program.py is a program that loads the checkpoint.
+    ../program.py loads the checkpoint.
     """
-    def run(files, *command, **settings):
+    def run(program, *arguments, files, status=0):
         (tmp_path / "program.py").write_text(LOAD)
         folder = copytree(char_checkpoint, tmp_path / "folder/out").parent
         for name, content in files.items():
             (folder / name).write_text(content)
-        before = {*os.listdir(folder)}
-        done = run_program(*command, cwd=folder, PYTHONPATH=str(PROJECT),
-                           TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), **settings)
-        assert {*os.listdir(folder)} == before, done.stderr
+        done = run_program(Path(sys.executable).with_name(program), *arguments, cwd=folder,
+                           status=status, PYTHONPATH=str(PROJECT),
+                           TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        assert not (folder / "ran").exists(), done.stderr
         return done.stderr
     return run
 
 
-@pytest.mark.parametrize("program, arguments", [
-    ("python", [*RUN, "config/greedy.py", "--dtype=int8"]),
-    ("python", ["../program.py"]),
-    ("torchrun", ["--nproc_per_node=2", *RUN, "--dtype=int8"]),
-    pytest.param("python", [*RUN, "--compile"], marks=[pytest.mark.slow, NEEDS_SAFE_PATH]),
-], ids=["sample.py", "sampling.load", "torchrun", "compile"])
-def test_no_file_that_happens_to_be_in_the_working_directory_runs(
-        program, arguments, run_in_folder):
+@pytest.mark.parametrize("command", [
+    ["python", *RUN, "config/greedy.py", "--dtype=int8"],
+    ["python", "../program.py"],
+    ["torchrun", "--nproc_per_node=2", *RUN, "--dtype=int8"],
+    pytest.param(["python", *RUN, "--compile"], marks=[pytest.mark.slow, NEEDS_SAFE_PATH]),
+], ids=str)
+def test_no_file_that_happens_to_be_in_the_working_directory_runs(command, run_in_folder):
     files = {f"{name}.py": "open('ran', 'w')" for name in MODULES.split()}
-    program = Path(sys.executable).with_name(program)
-    assert "numba" not in run_in_folder(files, program, *arguments).lower()
+    assert "numba" not in run_in_folder(*command, files=files).lower()
 
 
-@pytest.mark.parametrize("program, status, message", [
+@pytest.mark.parametrize("arguments, status, message", [
     ([SCRIPT, "--interactive"], 0,
      "warning: {}; continuing without the kernels, which is slower\n"),
     ([SCRIPT, "--dtype=int8"], 1, "error: {}\n"),
     (["../program.py"], 1, "ValueError: {}\n"),
 ], ids=str)
 def test_numbas_settings_in_the_working_directory_are_not_applied(
-        program, status, message, run_in_folder):
+        arguments, status, message, run_in_folder):
     # numba would load pickles from there, too.
     files = {".numba_config.yaml": "cache_dir: ran"}
-    shown = run_in_folder(files, sys.executable, *program, status=status)
+    shown = run_in_folder("python", *arguments, files=files, status=status)
     reason = (".* need numba \\(which would apply the .numba_config.yaml of this folder\\): "
               "remove that file, or start in another folder")
     assert len(re.findall(f"^{message.format(reason)}", shown, re.M)) == 1, shown
@@ -114,7 +113,6 @@ def test_numbas_settings_in_the_working_directory_are_not_applied(
 
 # ---- pickles that would crash the process, hang it, or fill its memory
 
-NOTE = named("some thing")
 DEEP = b")" + b"\x85" * 10**5 # its hash would overflow the stack of C
 # Each tuple holds the one before twice: its hash would take hours.
 NESTED = b")q\1" + b"h\1\x86q\1" * 40
@@ -150,7 +148,7 @@ BOMBS = { # the piece of pickle, a part of the error line
     "long-number": (b"}" + value(2**65) + b"Ns", KEYS),
     "wide-key": (b"}(" + b"N" * 65 + b"tNs", KEYS),
     "deep-lists": (b"]" * 200_000 + b"a" * 199_999, NO_TENSORS),
-    "deep-notes": (NOTE + b"q\1)R" + b"q\2h\1h\2\x85R" * 200_000, NO_TENSORS),
+    "deep-notes": (named("some thing") + b"q\1)R" + b"q\2h\1h\2\x85R" * 200_000, NO_TENSORS),
     "copies-of-a-dict": (
         copies("collections Counter", dict.fromkeys(NUMBERS), b"h\1\x85R"), NO_TENSORS),
     "copies-of-arguments": (copies("numpy dtype", (*NUMBERS,), b"h\1R"), NO_TENSORS),
@@ -217,10 +215,8 @@ def test_ctrl_c_ends_a_process_whose_file_asks_for_minutes_of_work(valid_checkpo
     while psutil.Process(process.pid).cpu_times().user < 4:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    begin = time.monotonic()
-    process.communicate()
+    process.communicate(timeout=1)
     assert process.returncode == -signal.SIGINT
-    assert time.monotonic() - begin < 1
 
 
 @pytest.mark.parametrize("name, compression, message", [

@@ -14,7 +14,7 @@ import torch
 
 from attacks import write_settled
 from models import make_gpt, make_transformers_gpt2, same_model, save_checkpoint
-from sampling.checkpoints import tensor_files, untrusted_files
+from sampling.checkpoints import untrusted_files
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
@@ -26,11 +26,10 @@ from sampling.inputs.char_tokenizer import read_meta
 @pytest.fixture(params=["ckpt.pt", "model.safetensors", "pytorch_model.bin", "config.json"])
 def path(request, tmp_path, monkeypatch):
     """The path of a file of a small model, of which a tensor is read in several chunks."""
-    monkeypatch.setattr(tensor_files, "CHUNK", 20)
+    monkeypatch.setattr("sampling.checkpoints.tensor_files.CHUNK", 20)
     if request.param == "ckpt.pt":
-        model = make_gpt(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5, bias=False)
-        return save_checkpoint(tmp_path, model, meta=False)
-    theirs = make_transformers_gpt2(vocab_size=50, n_layer=1, n_embd=2, n_head=1, n_positions=4)
+        return save_checkpoint(tmp_path, make_gpt(n_layer=1, n_embd=4), meta=False)
+    theirs = make_transformers_gpt2(vocab_size=50, n_layer=1, n_embd=2)
     theirs.save_pretrained(tmp_path)
     if request.param == "pytorch_model.bin":
         (tmp_path / "model.safetensors").unlink()
@@ -135,13 +134,13 @@ def test_a_file_that_changes_while_its_tensors_are_read_is_read_again(
     path = save_checkpoint(tmp_path, make_gpt())
     content = path.read_bytes()
     write_settled(path, content)
-    changes = [None, None, change] # one for each of the first tensors
+    changes = [change]
 
-    def change_third():
-        if changes and changes.pop(0):
-            change(path)
+    def change_once():
+        if changes:
+            changes.pop()(path)
             Timer(0.3, path.write_bytes, [content]).start()
-    before_reading(change_third)
+    before_reading(change_once)
     assert same_model(path, make_gpt())
     assert messages[0] == f"{path} is being written: waiting"
 

@@ -1,10 +1,8 @@
 """GPT-2 in Hugging Face's format: its files, compared with transformers, and downloads from a small
 server.
 """
-import hashlib
 import json
 import re
-import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +18,6 @@ from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from sampling.checkpoints.finding import ALIASES
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.model import GPT
-from script_process import run_program
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -251,14 +248,15 @@ def test_what_is_missing_or_would_change_the_text_is_named(change, message, tmp_
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 NOWHERE = "http://127.0.0.1:9"
+FAST = "--start=Hello", "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
 
 
 class Hub(SimpleHTTPRequestHandler):
     """Answers as the hub does, with the files of a folder."""
 
     def end_headers(self):
-        etag = hashlib.sha1(self.path.encode()).hexdigest()
-        self.send_header("ETag", f'"{etag}"')
+        name = self.path.replace("/", "-")
+        self.send_header("ETag", f'"{name}"')
         self.send_header("X-Repo-Commit", COMMIT)
         super().end_headers()
 
@@ -295,17 +293,12 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(
     size = save_tokenizer("byte-level", folder)
     make_transformers_gpt2(vocab_size=size).save_pretrained(folder)
     shards(folder)
-    files = []
-    for path in folder.iterdir():
-        files.append({"type": "file", "path": path.name, "rfilename": path.name,
-                      "size": path.stat().st_size, "oid": path.name})
     api = tmp_path / "api/models/someone/tiny"
-    revision = {"id": "someone/tiny", "sha": COMMIT, "siblings": files}
-    write_json(api / "revision/main", revision)
+    write_json(api / "revision/main", {"id": "someone/tiny", "sha": COMMIT})
+    files = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name}
+             for path in folder.iterdir()]
     write_json(api / "tree" / COMMIT, files)
-
-    run = ("--init_from=someone/tiny", "--start=Hello", "--num_samples=1", "--max_new_tokens=5",
-           "--device=cpu")
+    run = "--init_from=someone/tiny", *FAST
     first = run_script(*run, **hub.env)
     assert first.stdout.startswith("Hello"), first.stderr
     assert {"tokenizer.json", "part-2.safetensors"} <= {*hub.asked_for}
@@ -340,22 +333,14 @@ def test_a_name_like_a_path_or_a_model_that_is_here_is_not_asked_of_the_hub(
     assert bool(hub.asked_for) == (message is IS_ASKED)
 
 
-ENCODE = """
-import sys
-from sampling.inputs.tokenizer_choice import *
-logger.setLevel("INFO")
-logger.addHandler(logging.StreamHandler(sys.stdout))
-print(load_encoding("gpt2").encode("Hello world"))
-"""
-
-
-def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):
+def test_gpt2s_vocabulary_comes_from_the_hub_at_last(
+        hub, tiktoken_cache, gpt2_folder, run_script, tmp_path):
     content = json.loads(gpt2_tokenizer_json(tiktoken_cache))
     write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", content)
-    command = sys.executable, "-c", ENCODE
-    env = hub.env | {"HTTPS_PROXY": NOWHERE}
-    dead = run_program(*command, status=1, **env | {"HF_ENDPOINT": NOWHERE})
+    run = f"--init_from={gpt2_folder}", *FAST
+    expected = run_script(*run).stdout
+    env = hub.env | {"HTTPS_PROXY": NOWHERE} # of tiktoken's downloads
+    assert run_script(*run, **env).stdout == expected
+    dead = run_script(*run, **env | {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(tmp_path / "other")})
+    assert "the download from Hugging Face's hub failed" in dead.stderr
     assert "Retry" not in dead.stderr
-    failed, shown = run_program(*command, **env).stdout.splitlines()
-    assert failed.startswith("GPT-2's encoding: tiktoken's download failed")
-    assert shown == "[15496, 995]"

@@ -174,22 +174,21 @@ def test_a_file_of_a_hugging_face_model_means_its_folder(load, name, tmp_path, g
 @pytest.mark.parametrize("changes, described", [
     ({}, "iteration 100, validation loss 1.5000"),
     ({"iter_num": None, "best_val_loss": None}, "loaded"),
-    ({"best_val_loss": float("nan"), "iter_num": np.int64(7)}, "iteration 7"),
+    ({"best_val_loss": math.nan, "iter_num": np.int64(7)}, "iteration 7"),
 ])
 def test_fields_of_a_checkpoint_and_the_line_that_describes_it(
         changes, described, tmp_path, messages):
-    path = save_checkpoint(tmp_path, make_gpt(vocab_size=70), **changes)
+    path = save_checkpoint(tmp_path, make_gpt(), **changes)
     checkpoint = load_nanogpt(tmp_path)
-    assert checkpoint.path == str(path)
     assert checkpoint.folder == tmp_path
-    assert checkpoint.config == nanogpt.GPTConfig(**SHAPE | {"vocab_size": 70})
+    assert checkpoint.config == nanogpt.GPTConfig(**SHAPE)
     assert messages == [f"{path}: {described}"]
 
 
-@pytest.mark.parametrize("kind", [dict, lambda config: Namespace(**config), Mapping])
+@pytest.mark.parametrize("kind", [dict, Mapping, Namespace])
 def test_a_checkpoint_has_the_settings_of_train_py(kind, tmp_path):
     config = {"dataset": "shakespeare", "tokenizer": "tiktoken"}
-    path = save_checkpoint(tmp_path, make_gpt(), config=kind(config))
+    path = save_checkpoint(tmp_path, make_gpt(), config=kind(**config))
     assert load_nanogpt(path).raw_config == config
 
 
@@ -211,11 +210,11 @@ def test_the_checksum_is_of_the_weights_whatever_the_file(has_checksums, tmp_pat
 def test_in_int8_each_weight_is_quantized_as_soon_as_it_is_read(tie, tmp_path, monkeypatch):
     model = make_gpt(tie_word_embeddings=tie)
     path = save_checkpoint(tmp_path, model)
-    references = []
+    in_float32 = weakref.WeakSet()
 
     def quantize_and_note(weight):
-        assert all(reference() is None for reference in references), "one in float32 at a time"
-        references.append(weakref.ref(weight))
+        assert not in_float32, "one at a time"
+        in_float32.add(weight)
         return quantize(weight)
     monkeypatch.setattr(build, "quantize", quantize_and_note)
     found = load_nanogpt(path, torch.int8)
@@ -276,7 +275,6 @@ WEIGHTS = { # what a file may have instead of these weights
     "views-of-one-record": each(lambda weight: torch.stack([weight, weight])[1]),
     "parameters": each(torch.nn.Parameter),
     "a-subclass-of-dict": Mapping,
-    "defaultdict": partial(collections.defaultdict, list),
     "float16": each(torch.Tensor.half),
     "bfloat16": each(torch.Tensor.bfloat16),
     "float64": each(torch.Tensor.double),
@@ -290,19 +288,22 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
     "model_args-with-slots": {"model_args": Slots(**SHAPE)},
     "model_args-of-a-subclass": {"model_args": Mapping(SHAPE)},
     "config-that-cannot-be-read": {"config": Namespace},
-    "mappings": {"first": collections.Counter("aab"), "second": {(1, 2): 3, (b"a", None): 4},
-                 "third": {Namespace: 2}},
-    "collections": {"values": [collections.deque([1.0, 2.0], maxlen=5), {"a", ("b", 1)},
-                               collections.defaultdict(list, a=[1]), frozenset([1])]},
-    "random-generators": {"states": [random.getstate(), np.random.get_state(),
-                                     np.random.default_rng(1), torch.get_rng_state()]},
     "a-long-text": {"train_data": "a" * 2**23},
     "many-numbers": {"losses": [i / 7 for i in range(100_000)]},
-    "objects": {"values": [Namespace(lr=1), pathlib.Path("a/b"), partial(print, 1), 1j,
-                           np.longdouble(1), torch.Size([2]), torch.nn.Linear(1, 1)]},
-    "functions": {"values": [math.sqrt, Namespace().__init__, Namespace, int, torch.optim.SGD]},
-    "tensors": {"dtype": torch.float8_e5m2, "new": torch.ones(1, dtype=torch.uint16),
-                "others": [torch._neg_view(torch.ones(2)), torch.eye(2).to_sparse()]},
+    "collections": {"values": [
+        {(1, 2): 3, (b"a", None): 4}, {Namespace: 2}, collections.Counter("aab"),
+        collections.defaultdict(list, a=[1]), collections.deque([1.0, 2.0], maxlen=5),
+        {"a", ("b", 1)}, frozenset([1]),
+    ]},
+    "objects": {"values": [
+        random.getstate(), np.random.get_state(), np.random.default_rng(1), np.longdouble(1), 1j,
+        Namespace(lr=1), pathlib.Path("a/b"), partial(print, 1), torch.nn.Linear(1, 1),
+        math.sqrt, Namespace().__init__, Namespace, int, torch.optim.SGD,
+    ]},
+    "tensors": {"values": [
+        torch.get_rng_state(), torch.ones(1, dtype=torch.uint16), torch.eye(2).to_sparse(),
+        torch._neg_view(torch.ones(2)), torch.float8_e5m2, torch.Size([2]),
+    ]},
 }
 
 
@@ -319,19 +320,19 @@ def test_forms_of_checkpoints_load(form, protocol, tmp_path, monkeypatch):
     assert same_model(save_checkpoint(tmp_path, model, **entries), model)
 
 
-@pytest.mark.parametrize("model_key, config_key, config, gelu", [
-    ("model_state_dict", "config", SIZES, "tanh"),
-    ("model", "model_args", GPTConfig(**SIZES), "tanh"),
-    ("model", "config", GPTConfig(**SHAPE), "none"), # nanoGPT's fields
-    ("model", "model_args", Namespace(**SIZES), "none"),
-    ("model", "model_args", SIZES, "none"),
+@pytest.mark.parametrize("key, config, gelu", [
+    ("config", SIZES, "tanh"),
+    ("model_args", GPTConfig(**SIZES), "tanh"),
+    ("config", GPTConfig(**SHAPE), "none"), # nanoGPT's fields
+    ("model_args", Namespace(**SIZES), "none"),
+    ("model_args", SIZES, "none"),
 ])
-def test_build_nanogpts_files_load_with_its_form_of_gelu(
-        model_key, config_key, config, gelu, tmp_path):
+def test_build_nanogpts_files_load_with_its_form_of_gelu(key, config, gelu, tmp_path):
     model = make_gpt(gelu=gelu)
     weights = model.state_dict()
     path = tmp_path / "model_19072.pt"
-    torch.save({model_key: weights, config_key: config, "step": 19072, "val_loss": 3.05}, path)
+    facts = {"step": 19072, "val_loss": 3.05}
+    torch.save({"model_state_dict": weights, key: config, **facts}, path)
     checkpoint = load_nanogpt(path)
     assert checkpoint.iter_num == 19072
     assert checkpoint.val_loss == 3.05
@@ -372,7 +373,7 @@ def assert_refused(path, message):
      "torch.save(torch.load(path, weights_only=True), path)"),
     (b"", "it is empty"),
     (bytes(4000), "it holds only zeros"),
-], ids=["gguf", "lfs", "old", "empty", "zeros"])
+], ids=range(5))
 def test_a_file_of_another_program_is_refused(content, message, tmp_path):
     path = tmp_path / "ckpt.pt"
     write_settled(path, content)
@@ -382,7 +383,6 @@ def test_a_file_of_another_program_is_refused(content, message, tmp_path):
 ONES = torch.ones(2)
 ONE = {"a": ONES}
 LACKING = "lacks block_size, n_embd, n_head, vocab_size in model_args or config"
-METADATA = "'a': a tensor whose metadata changes its values"
 REFUSED = [
     ({"epoch": 9, "state_dict": ONE},
      "it lacks model, and holds 'epoch', 'state_dict'; docs/usage.md"),
@@ -394,8 +394,7 @@ REFUSED_MODELS = [ # model, model_args, a part of the line
     (Namespace(), SHAPE, "must hold tensors by name, but holds argparse.Namespace"),
     ({"a": ONES.to(torch.int8)}, {}, "only dense floating point"),
     ({"a": ONES.to_sparse()}, {}, "'a': torch._utils._rebuild_sparse_tensor"),
-    ({"a": torch._neg_view(ONES)}, {}, METADATA),
-    ({"a": ONES.to(torch.complex64).conj().imag}, {}, METADATA),
+    ({"a": torch._neg_view(ONES)}, {}, "'a': a tensor whose metadata changes its values"),
     ({"module.h.x": ONES, "h._orig_mod.x": ONES}, {},
      "two of its tensors are called 'transformer.h.x'"),
     (ONE, print, "with fields, got __builtin__.print"),

@@ -22,13 +22,6 @@ from models import CHARS, save_meta
 OWN = "--model_file=model.py"
 
 
-def error_line(done, status=1):
-    """The last line of a run that prints no samples."""
-    assert (done.returncode, done.stdout) == (status, ""), done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
-
-
 @pytest.mark.parametrize("name", FORKS)
 def test_model_file_gives_the_text_of_nanogpts_loop_over_that_file(fork, sample, name):
     path = fork(*FORKS[name])
@@ -92,7 +85,10 @@ def test_a_bad_file_gets_one_line_that_names_it_and_its_line(
         fork, sample, part, replacement, message):
     path = fork()
     edit(path.parent, part, replacement)
-    line = error_line(sample(OWN))
+    done = sample(OWN)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    *_, line = done.stderr.splitlines()
     assert line.startswith(f"error: {path}")
     assert message in line
 
@@ -108,20 +104,22 @@ def test_score_is_the_loss_of_training_also_if_only_that_is_scaled(fork, tmp_pat
         assert gpt.score(text).nats_per_token == pytest.approx(loss.item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("flag, status, message", [
-    ("--dtype=int8", 1,
+@pytest.mark.parametrize("flag, message", [
+    ("--dtype=int8",
      "dtype=int8 needs a model that computes what GPT-2 does, and that of model.py"),
-    ("--context_shift", 1, "context_shift=True shortens a cache"),
-    ("--init_from=gpt2", 2, "model_file is for a ckpt.pt: leave out init_from"),
+    ("--context_shift", "context_shift=True shortens a cache"),
+    ("--init_from=gpt2", "model_file is for a ckpt.pt: leave out init_from"),
 ])
-def test_what_needs_a_cache_or_weights_of_gpt2_is_one_line(fork, sample, flag, status, message):
+def test_what_needs_a_cache_or_weights_of_gpt2_is_one_line(fork, sample, flag, message):
     fork(*OTHERS["SiLU"])
-    assert message in error_line(sample(OWN, flag), status)
+    done = sample(OWN, flag)
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
 
 
 def test_a_forward_without_targets_is_sampled_and_cannot_be_scored(fork, sample, tmp_path):
     path = fork(FORWARD, "def forward(self, idx,")
-    path.write_text(path.read_text().replace("if targets is None:", "if True:"))
+    path.write_text("targets = None\n" + path.read_text())
     assert sample(OWN).stdout == fork_text(path)
     gpt = sampling.load(tmp_path / "out", "cpu", model_file=path)
     with pytest.raises(ValueError, match="unexpected keyword argument 'targets'"):
@@ -159,8 +157,7 @@ def test_a_forward_that_draws_and_a_seed_of_its_own_get_a_line(fork, sample, cha
     assert message in sample(OWN).stderr
 
 
-def test_programs_and_sessions_load_a_changed_file_anew_and_two_files_do_not_meet(
-        fork, tmp_path, run_script):
+def test_a_program_loads_a_changed_file_anew_and_two_files_do_not_meet(fork, tmp_path):
     fork()
     other = tmp_path / "other"
     other.mkdir()
@@ -172,10 +169,6 @@ def test_programs_and_sessions_load_a_changed_file_anew_and_two_files_do_not_mee
         texts.append(sample.text)
     assert len({*texts}) == 3
     assert torch.equal(state, torch.get_rng_state()), "a program's own random numbers stay"
-    done = run_script("--out_dir=out", OWN, "--interactive", "--max_new_tokens=20", cwd=tmp_path,
-                      stdin=b"The \n:reload\nThe \n")
-    assert done.stdout.count(texts[-1]) == 1
-    assert done.stderr.count("runs itself") == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
