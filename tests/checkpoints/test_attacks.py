@@ -234,7 +234,7 @@ def test_other_zip_files_are_refused(name, compression, message, attack, tmp_pat
     (dict.fromkeys(range(5000), "x" * 1000), "has 5000 tokens"),
     ("x" * 8_000_000, "has 8000000 tokens"),
     (["x" * 8_000_000], "a text may have 1000"),
-], ids=["text-of-many-ids", "a-long-text", "a-long-symbol"])
+], ids=range(3))
 def test_hostile_vocabularies_are_refused(itos, message, attack, valid_checkpoint, tmp_path):
     meta = {"stoi": {itos[0]: 0}, "itos": itos}
     write_settled(tmp_path / "out/ckpt.pt", valid_checkpoint)

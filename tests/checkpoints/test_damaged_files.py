@@ -127,8 +127,7 @@ def test_a_file_that_is_removed_and_completed_meanwhile_loads(path, messages):
     assert messages == [f"{path} is being written: waiting", loaded.describe()]
 
 
-@pytest.mark.parametrize("change", [
-    lambda path: path.write_bytes(b""), os.utime], ids=["cut", "time"])
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(b""), os.utime])
 def test_a_file_that_changes_while_its_tensors_are_read_is_read_again(
         change, before_reading, tmp_path, messages):
     path = save_checkpoint(tmp_path, make_gpt())

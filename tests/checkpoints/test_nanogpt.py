@@ -382,12 +382,11 @@ def test_a_file_of_another_program_is_refused(content, message, tmp_path):
 
 ONES = torch.ones(2)
 ONE = {"a": ONES}
-LACKING = "lacks block_size, n_embd, n_head, vocab_size in model_args or config"
 REFUSED = [
     ({"epoch": 9, "state_dict": ONE},
      "it lacks model, and holds 'epoch', 'state_dict'; docs/usage.md"),
     ({"model": {}, "config": {"n_layer": 2, "learning_rate": 1}},
-     f"{LACKING}, and holds 'model', 'config'; docs"),
+     "lacks block_size, n_embd, n_head, vocab_size in model_args or config, and holds 'model', 'c"),
     ({"model": {}, "config": DictConfig(**SHAPE)}, "OmegaConf.to_container(checkpoint['config'])"),
 ]
 REFUSED_MODELS = [ # model, model_args, a part of the line
