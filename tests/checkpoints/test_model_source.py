@@ -64,7 +64,7 @@ def test_the_digests_of_this_projects_model_py_are_up_to_date():
     (NANOGPT, 1, "was edited: restore it (git checkout model.py)"),
     ("--model_file=project/model.py", 0, "runs itself"),
 ])
-def test_an_edit_of_this_projects_own_model_py_is_never_followed_by_some_backends_only(
+def test_an_edit_of_this_projects_model_py_is_never_followed_by_some_backends_only(
         fork, tmp_path, flag, status, message):
     """A short run would follow it, and a long one not."""
     fork().unlink()
