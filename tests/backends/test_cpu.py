@@ -35,10 +35,8 @@ def all_logits(model, ids, int8=False):
     """The plain model's logits (B, T, V) after each of ids (B, T); int8: with rounded weights."""
     if int8:
         model = copy.deepcopy(model)
-        weights = dict(model.named_parameters())
-        del weights["transformer.wpe.weight"]
-        for weight in weights.values():
-            if weight.dim() == 2:
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "wpe" not in name:
                 values, scales = quantize(weight.detach())
                 weight.data = values * scales[:, None]
     return model(ids, targets=ids)[0].detach()
@@ -115,18 +113,14 @@ def test_several_tokens_may_follow_the_cache_and_seq_len_may_be_set_back(
 
 def test_float32_weights_are_used_where_they_lie():
     """There is no second copy: what happens to the checkpoint's tensors happens to the logits."""
-    model = make_gpt(tie_word_embeddings=False)
+    model = make_gpt()
     backend = make_backend(model)
+    model.load_state_dict(make_gpt(seed=2).state_dict())
     ids = random_prompt(16, 2)
-    for name, weight in model.named_parameters():
-        before = weight.detach().clone()
-        weight.data.fill_(torch.nan)
-        assert not backend.logits(ids, None).isfinite().any(), name
-        weight.data.copy_(before)
     assert_close(backend.logits(ids, None), all_logits(model, ids)[:, -1])
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value, gelu", [(torch.nan, "none"), (torch.inf, "tanh")])
 @pytest.mark.parametrize("name", [
     "transformer.wte.weight",
     "transformer.h.0.attn.c_attn.weight", # the last number is of a value: queries may drop NaN
@@ -134,15 +128,14 @@ def test_float32_weights_are_used_where_they_lie():
     "transformer.h.1.mlp.c_proj.bias",
     "transformer.ln_f.weight",
 ])
-def test_damaged_weights_give_logits_that_are_not_finite(name, value, int8):
-    model = make_gpt(gelu="tanh" if value == torch.inf else "none")
+def test_damaged_weights_give_logits_that_are_not_finite(name, value, gelu, int8):
+    model = make_gpt(gelu=gelu)
     model.state_dict()[name].view(-1)[-1] = value
     backend = make_backend(model, int8)
     ids = torch.zeros(2, 6, dtype=torch.long)
-    some_cache = backend.new_cache(2, 16)
-    for cache in some_cache, some_cache, None:
-        logits = backend.logits(ids, cache)
-        assert not logits.isfinite().all(dim=1).any()
+    cache = backend.new_cache(2, 16)
+    for past in cache, cache, None:
+        assert not backend.logits(ids, past).isfinite().all(dim=1).any()
 
 
 @pytest.mark.parametrize("form", ["none", "tanh"])
@@ -186,6 +179,7 @@ assert numba.threading_layer() == "workqueue" and len(found) == 1
 def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(most):
     def num_threads():
         return [jit.run(numba.get_num_threads, work) for work in (0, 10**12)]
+    numba.get_num_threads() # starts its threads, which may change torch's number
     torch.set_num_threads(most)
     expected = [1, min(most, numba.config.NUMBA_NUM_THREADS)]
     assert num_threads() == expected
@@ -229,6 +223,6 @@ def test_a_kernel_is_compiled_once_and_again_if_its_files_are_damaged(
 
 
 def test_where_nothing_can_be_written_each_process_compiles_a_kernel(is_compiled, monkeypatch):
-    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
     assert is_compiled()
     assert is_compiled()

@@ -1,6 +1,4 @@
 """Sampler: logits and random numbers in, token ids out."""
-import math
-
 import pytest
 import torch
 
@@ -13,56 +11,79 @@ from sampling.sampler.mt19937 import advance_mt19937
 from sampling.sampler.row_streams import RowStreams, RunStream, draw, exponentials
 from sampling.sampler.sampler import Sampler
 
-FOUR = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log() # the logarithms of probabilities
-EVERYWHERE = pytest.mark.parametrize("full_vocabulary", [False, True], ids=["candidates", "all columns"])
+EVERYWHERE = pytest.mark.parametrize(
+    "full_vocabulary", [False, True], ids=["candidates", "all columns"])
+NO_IDS = torch.zeros(256, 0)
 
 
 def sample(logits, seed=1, ids=None, **settings):
     """The ids that a Sampler chooses with the random numbers that torch.multinomial would draw."""
     torch.manual_seed(seed)
-    return Sampler(**settings)(logits, ids, torch.empty(logits.shape).exponential_())
+    noise = torch.empty(logits.shape).exponential_()
+    return Sampler(**settings)(logits, ids, noise)
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("settings", [
-    dict(temperature=0.8), dict(temperature=3.0, top_k=3), dict(temperature=0, top_k=20),
-    dict(top_k=1000), dict(top_k=0), dict(top_k=20, min_p=0.2), dict(repetition_penalty=1.4), # 1000: all that there are
-    dict(top_k=20, top_p=0.7), dict(top_p=0.9, min_p=0.01),
+    dict(temperature=0.8),
+    dict(temperature=3.0, top_k=3),
+    dict(temperature=0, top_k=20),
+    dict(top_k=1000), # all that there are
+    dict(top_k=0),
+    dict(top_k=20, min_p=0.2),
+    dict(repetition_penalty=1.4),
+    dict(top_k=20, top_p=0.7),
+    dict(top_p=0.9, min_p=0.01),
     dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=1.5),
 ], ids=str)
-def test_tokens_are_those_of_one_plain_step_for_each_setting_and_torch_multinomial(settings, full_vocabulary):
-    logits, ids = normal(64, 1000).mul(3), torch.arange(640).view(64, 10) // 2 # each token twice
-    with_ties = [logits.clamp(max=2).round(), logits.bfloat16()] # hundreds of ties, and a few. top_p keeps any of them
-    for values in [logits] if "top_p" in settings else [logits, *with_ties]:
-        for seed in range(3):
-            torch.manual_seed(seed)
-            expected = reference_token(values, ids, **settings)
-            assert torch.equal(sample(values, seed, ids, **settings, full_vocabulary=full_vocabulary), expected)
+def test_tokens_are_those_of_torch_multinomial_after_each_setting(settings, full_vocabulary):
+    logits = 3 * normal(64, 1000)
+    ids = torch.arange(640).view(64, 10) // 2 # each token twice
+    cases = [logits]
+    if "top_p" not in settings: # which keeps any of several equal logits
+        cases += [logits.clamp(max=2).round(), logits.bfloat16()] # hundreds of ties, and a few
+    for values in cases:
+        torch.manual_seed(1)
+        expected = reference_token(values, ids, **settings)
+        found = sample(values, ids=ids, **settings, full_vocabulary=full_vocabulary)
+        assert torch.equal(found, expected)
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("settings", [dict(temperature=0.8, top_k=20), dict(top_k=20, top_p=0.5)], ids=str)
-def test_a_row_gets_the_same_token_whatever_the_others_are(settings, full_vocabulary):
-    sampler = Sampler(**settings, full_vocabulary=full_vocabulary)
+def test_a_row_gets_the_same_token_whatever_the_others_are(full_vocabulary):
+    sampler = Sampler(top_k=20, top_p=0.5, full_vocabulary=full_vocabulary)
     for seed in range(20):
-        logits, noise = normal(8, 300, seed=seed).mul(3).round(), torch.empty(8, 300).exponential_()
+        logits = normal(8, 300, seed=seed).mul(3).round()
         logits[0].clamp_(max=1) # more ties than in the others
+        noise = torch.empty(8, 300).exponential_()
         alone = [sampler(logits[[i]], None, noise[[i]]) for i in range(8)]
         assert torch.equal(sampler(logits, None, noise), torch.cat(alone))
 
 
 @pytest.mark.parametrize("settings, expected", [
-    (dict(top_p=0.79), [0, 1]), (dict(top_p=0.81), [0, 1, 3]), (dict(top_p=1e-9), [1]), (dict(min_p=1), [1]),
-    (dict(min_p=0.2), [0, 1, 3]), (dict(top_k=1), [1])], ids=str)
+    (dict(top_p=0.79), [0, 1]),
+    (dict(top_p=0.81), [0, 1, 3]),
+    (dict(top_p=1e-9), [1]),
+    (dict(min_p=1), [1]),
+    (dict(min_p=0.2), [0, 1, 3]),
+    (dict(top_k=1), [1]),
+], ids=str)
 def test_unlikely_tokens_are_left_out(settings, expected):
-    assert sample(FOUR.expand(2000, -1), **settings).unique().tolist() == expected
-    assert len(sample(torch.zeros(2000, 4), top_p=0.5).unique()) == 2, "no more than the sum needs"
+    logits = torch.tensor([0.3, 0.5, 0.05, 0.15]).log().expand(2000, -1)
+    assert sample(logits, **settings).unique().tolist() == expected
+
+
+def test_top_p_keeps_no_more_equal_tokens_than_the_sum_needs():
+    assert len(sample(torch.zeros(2000, 4), top_p=0.5).unique()) == 2
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
-def test_top_p_gives_one_row_the_same_token_every_time(device): # in float32, sums of a single row vary there
-    logits, noise = (normal(1, 50304, seed=seed).to(device) for seed in range(2))
-    assert len({int(Sampler(top_p=0.9)(logits, None, noise.exp())) for _ in range(1000)}) == 1
+def test_top_p_gives_one_row_the_same_token_every_time(device):
+    """In float32, sums of a single row vary there."""
+    logits = normal(1, 50304).to(device)
+    noise = normal(1, 50304, seed=1).exp().to(device)
+    sampler = Sampler(top_p=0.9)
+    assert len({int(sampler(logits, None, noise)) for _ in range(1000)}) == 1
 
 
 @EVERYWHERE
@@ -71,67 +92,71 @@ def test_top_p_gives_one_row_the_same_token_every_time(device): # in float32, su
 def test_a_tiny_temperature_takes_the_most_likely_token(dtype, temperature, full_vocabulary):
     logits = torch.tensor([[50, 51, 49], [-50, -49, -51]], dtype=dtype)
     for in_own in False, True:
-        found = sample(logits, temperature=temperature, top_k=2, full_vocabulary=full_vocabulary,
-                       in_logits_dtype=in_own)
+        found = sample(logits, temperature=temperature, top_k=2, in_logits_dtype=in_own,
+                       full_vocabulary=full_vocabulary)
         assert found.tolist() == [[1], [1]]
 
 
-def test_a_temperature_that_overflows_one_row_leaves_the_others_as_they_are():
-    """Found by fuzzing. In the second row, the most likely token is only a little more likely than the others."""
-    logits, noise = torch.tensor([[-2, 0, 9], [0, 1e-40, 0]]), torch.tensor([[3.5, 1.2, 0.6], [3.5, 99, 0.6]])
-    assert Sampler(1e-38)(logits, None, noise).tolist() == [[2], [2]]
-    assert Sampler(10**300)(logits, None, noise).tolist() == [[2], [2]], "a large int is a temperature too"
+@pytest.mark.parametrize("temperature", [1e-38, 10**300]) # a large int is a temperature too
+def test_a_temperature_that_overflows_one_row_leaves_the_others_as_they_are(temperature):
+    """Found by fuzzing. In the second row, one token is only a little likelier than the others."""
+    logits = torch.tensor([[-2, 0, 9], [0, 1e-40, 0]])
+    noise = torch.tensor([[3.5, 1.2, 0.6], [3.5, 99, 0.6]])
+    assert Sampler(temperature)(logits, None, noise).tolist() == [[2], [2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("settings", [dict(temperature=0.8, top_k=200), dict(temperature=0.3, top_k=5)], ids=str)
-def test_in_their_own_dtype_logits_give_nanogpts_tokens_and_bfloat16_shows_the_difference(settings, dtype):
+@pytest.mark.parametrize("settings", [
+    dict(temperature=0.8, top_k=200), dict(temperature=0.3, top_k=5)], ids=str)
+def test_in_their_own_dtype_logits_give_nanogpts_tokens(settings, dtype):
     logits = normal(256, 1000, seed=4).mul(3).to(dtype)
     torch.manual_seed(1)
-    expected = reference_token(logits, torch.zeros(256, 0), **settings, in_own_dtype=True)
-    assert torch.equal(sample(logits, **settings, full_vocabulary=True, in_logits_dtype=True), expected)
-    assert dtype != torch.bfloat16 or not torch.equal(sample(logits, **settings, full_vocabulary=True), expected)
+    expected = reference_token(logits, NO_IDS, **settings, in_own_dtype=True)
+    found = sample(logits, **settings, full_vocabulary=True, in_logits_dtype=True)
+    assert torch.equal(found, expected)
+    if dtype == torch.bfloat16: # the largest difference
+        assert not torch.equal(sample(logits, **settings), expected)
 
 
-@pytest.mark.parametrize("settings", [dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1)], ids=str)
+@pytest.mark.parametrize("settings", [
+    dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1)], ids=str)
 def test_settings_that_nanogpt_lacks_are_computed_in_float32(settings):
-    logits, ids = normal(256, 1000, seed=4).mul(3).bfloat16(), torch.arange(1000).expand(256, 1000)
-    found = sample(logits, ids=ids, **settings, in_logits_dtype=True)
-    assert torch.equal(found, sample(logits.float(), ids=ids, **settings))
+    logits = normal(256, 1000, seed=4).mul(3).bfloat16()
+    settings["ids"] = torch.arange(1000).expand(256, -1)
+    found = sample(logits, **settings, in_logits_dtype=True)
+    assert torch.equal(found, sample(logits.float(), **settings))
 
 
 def test_with_all_columns_the_host_does_not_wait_for_a_gpu():
     """Tensors on the meta device have no values, so a read raises."""
-    logits, noise = torch.empty(2, 50, dtype=torch.bfloat16, device="meta"), torch.empty(2, 50, device="meta")
     sampler = Sampler(0.8, 20, 0.9, 0.1, 1.2, full_vocabulary=True, in_logits_dtype=True)
-    assert sampler(logits, torch.zeros(2, 3, dtype=torch.long, device="meta"), noise).shape == (2, 1)
-
-
-@pytest.mark.parametrize("scores, expected", [
-    ([1.0, 4.0, 2.0], math.log(2)), ([3.0, 3.0], 0), ([1.0], math.inf), ([1.0, 0.0], math.inf)], ids=str)
-def test_the_lead_of_the_best_score_is_a_difference_of_logarithms(scores, expected):
-    assert Sampler().lead(torch.tensor([scores])) == pytest.approx(expected)
-    assert Sampler(temperature=0).lead(torch.tensor([[1.0, 4.0, 2.5]])) == 1.5, "logits are logarithms already"
+    with torch.device("meta"):
+        logits = torch.empty(2, 50, dtype=torch.bfloat16)
+        ids = torch.zeros(2, 3, dtype=torch.long)
+        noise = torch.empty(2, 50)
+    assert sampler(logits, ids, noise).shape == (2, 1)
 
 
 # ---- each row of a batch draws the random numbers of its own place in nanoGPT's stream
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("vocab_size", [2, 65, 1000])
-@pytest.mark.parametrize("from_bits", [True, False]) # False: a build of torch may make other numbers of the random bits
+# False: a build of torch may make other numbers of the random bits.
+@pytest.mark.parametrize("from_bits", [True, False])
 def test_rows_draw_what_consecutive_samples_draw(vocab_size, device, from_bits, monkeypatch):
     if not from_bits:
         monkeypatch.setattr(row_streams, "exponential_is_from_bits", lambda: False)
-    generator, expected = torch.Generator(device).manual_seed(11), torch.empty(5, 8, vocab_size, device=device)
+    generator = torch.Generator(device).manual_seed(11)
     if device == "cpu":
         torch.empty(123).uniform_(generator=generator) # nanoGPT initialises its model
+    expected = torch.empty(5, 8, vocab_size, device=device)
     for numbers in expected.view(-1, vocab_size):
         numbers.exponential_(generator=generator)
     run = RunStream(11, device, num_init_draws=123, draws_per_sample=8, vocab_size=vocab_size)
     for rows in [0, 1, 2], [4], [4, 2, 3], [0]: # in any order, and some of them not at all
         streams = run.for_rows(rows, [0] * len(rows))
-        found = torch.stack([exponentials(streams.next().clone()) for _ in range(8)], dim=1)
-        assert torch.equal(found, expected[rows])
+        steps = [exponentials(streams.next().clone()) for _ in range(8)]
+        assert torch.equal(torch.stack(steps, dim=1), expected[rows])
 
 
 # ---- the kernels of a CPU
@@ -140,14 +165,15 @@ def test_rows_draw_what_consecutive_samples_draw(vocab_size, device, from_bits, 
 @pytest.mark.parametrize("vocab_size", [1, 65, 1000, 5000])
 @pytest.mark.parametrize("with_ties", [False, True])
 def test_a_kernel_chooses_the_token_of_torch_multinomial(top_k, vocab_size, with_ties):
+    """How far a token is ahead is the same as without the kernel."""
     kernels.load()
-    logits = normal(20, vocab_size).mul(3)
+    logits = 3 * normal(20, vocab_size)
     if with_ties:
         logits = logits.round()
     generator = torch.Generator().manual_seed(3)
     bits = draw(torch.empty(20, vocab_size, dtype=torch.int64), generator)
     torch.manual_seed(3)
-    expected = reference_token(logits, torch.zeros(20, 0), temperature=0.8, top_k=top_k)
+    expected = reference_token(logits, NO_IDS[:20], temperature=0.8, top_k=top_k)
     found, leads = kernels.choose_ids(logits, 0.8, top_k, bits)
     assert torch.equal(found, expected)
     plain = Sampler(0.8, top_k)
@@ -157,18 +183,23 @@ def test_a_kernel_chooses_the_token_of_torch_multinomial(top_k, vocab_size, with
         assert lead == pytest.approx(float(leads[row]), abs=1e-4)
 
 
+def test_the_lead_of_the_most_likely_token_is_a_difference_of_logits():
+    _, lead = Sampler(temperature=0).propose(torch.tensor([[1.0, 4.0, 2.5]]), None, None)
+    assert lead == 1.5
+
+
 @pytest.mark.parametrize("num_init_draws", [0, 1, 623, 624])
 def test_kernels_draw_for_rows_that_start_late_and_rows_that_stay(num_init_draws):
     """What generators of torch draw for the same rows."""
     streams = []
     for row_type in RowStreams, KernelStreams:
-        run = RunStream(5, "cpu", num_init_draws, draws_per_sample=4, vocab_size=1001, row_type=row_type)
+        run = RunStream(5, "cpu", num_init_draws, 4, vocab_size=1001, row_type=row_type)
         streams.append(run.for_rows([2, 0, 1], [0, 3, 1]))
     kernels.load()
     for rows in [0, 1, 2], [0, 1, 2], [1, 2], [0, 1], [1]:
         for stream in streams:
             stream.select_rows(rows)
-        plain, found = (stream.next() for stream in streams)
+        plain, found = [stream.next() for stream in streams]
         is_drawn = [first_step < stream.step for first_step in stream.first_steps]
         assert torch.equal(found[is_drawn], plain[is_drawn])
 
@@ -178,9 +209,9 @@ def test_kernels_draw_for_rows_that_start_late_and_rows_that_stay(num_init_draws
 @pytest.mark.parametrize("threshold", [mt19937.JUMP_THRESHOLD, 2000], ids=["walk", "jump"])
 def test_advancing_equals_drawing(before, count, threshold, monkeypatch):
     monkeypatch.setattr(mt19937, "JUMP_THRESHOLD", threshold)
-    drawn, advanced = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    for generator in drawn, advanced:
-        torch.empty(before).uniform_(generator=generator)
+    drawn = torch.Generator().manual_seed(3)
+    torch.empty(before).uniform_(generator=drawn)
+    advanced = drawn.clone_state()
     torch.empty(count).uniform_(generator=drawn)
     advance_mt19937(advanced, count)
     assert torch.equal(drawn.get_state(), advanced.get_state())
