@@ -6,7 +6,6 @@ from pathlib import PurePosixPath
 import numpy as np
 import pytest
 
-from models import CHARS
 from sampling.inputs.char_tokenizer import CharTokenizer
 
 WORDS = {"\n": 0, "e4": 1, "Nf3": 2, " ": 3, "x": 4}
@@ -20,14 +19,11 @@ def load(folder, meta):
 
 
 def test_text_is_encoded_character_by_character(tmp_path):
-    stoi = {char: i for i, char in enumerate(CHARS)}
-    tokenizer = load(tmp_path, {"stoi": stoi, "itos": dict(enumerate(CHARS))})
-    assert tokenizer.decode(tokenizer.encode(CHARS[::-1])) == CHARS[::-1]
-    assert tokenizer.size == len(CHARS)
-    assert tokenizer.decode([20, len(CHARS), 21]) == f"{CHARS[20]}\ufffd{CHARS[21]}"
-    decode = tokenizer.decoder()
-    assert decode(20) == CHARS[20]
-    assert decode(10**9) == decode(10**9, True) == "\ufffd"
+    tokenizer = load(tmp_path, {"stoi": {"a": 0, "b": 1}, "itos": {0: "a", 1: "b"}})
+    assert tokenizer.encode("bab") == [1, 0, 1]
+    assert tokenizer.size == 2
+    assert tokenizer.decode([1, 2, 0, 10**9]) == "b\ufffda\ufffd"
+    assert tokenizer.decoder()(10**9) == "\ufffd"
 
 
 def test_a_decomposed_prompt_gets_the_composed_form(tmp_path):
@@ -37,8 +33,10 @@ def test_a_decomposed_prompt_gets_the_composed_form(tmp_path):
 
 
 def test_a_byte_order_mark_that_the_vocabulary_lacks_is_left_out(tmp_path):
-    assert load(tmp_path, {"stoi": {"a": 0}}).encode("\ufeffa") == [0]
-    assert load(tmp_path, {"stoi": {"a": 0, "\ufeff": 1}}).encode("\ufeffa") == [1, 0]
+    stoi = {"a": 0}
+    assert load(tmp_path, {"stoi": stoi}).encode("\ufeffa") == [0]
+    stoi["\ufeff"] = 1
+    assert load(tmp_path, {"stoi": stoi}).encode("\ufeffa") == [1, 0]
 
 
 def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
@@ -61,8 +59,6 @@ def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     assert tokenizer.size == 256
     assert tokenizer.decode([*"Größe".encode(), 0xE2, 300, 0xE2]) == "Größe\ufffd\ufffd\ufffd"
     assert tokenizer.missing_from("öß") is None, "bytes may form any character"
-    with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
-        tokenizer.encode("a\udcff")
 
 
 @pytest.mark.parametrize("prompt, ids, text", [
@@ -79,10 +75,8 @@ def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path, prompt, ids
     for i in ids:
         peeked = decode.peek(i)
         decode.peek(ids[0], True) # which changes nothing
-        assert decode.peek(i) == peeked
-        piece = decode(i)
-        assert piece == peeked
-        found += piece
+        assert decode(i) == peeked
+        found += peeked
     assert found == text
 
 
@@ -114,8 +108,7 @@ def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
 
 
 def test_a_vocabulary_may_encode_nothing(tmp_path):
-    tokenizer = load(tmp_path, {"stoi": {}, "itos": [65, 0xFF]})
-    assert tokenizer.decode([0, 1]) == "A\ufffd"
+    assert load(tmp_path, {"stoi": {}, "itos": [65, 0xFF]}).decode([0, 1]) == "A\ufffd"
 
 
 @pytest.mark.parametrize("meta, message", [

@@ -1,13 +1,11 @@
 """The prompts that the setting start selects, and what a user is told about prompts."""
+from types import SimpleNamespace
+
 import pytest
 
-from engines import PARAMS, make_generator
-from models import CHARS
-from sampling.inputs.char_tokenizer import CharTokenizer
+from engines import PARAMS, TOKENIZER, make_generator
 from sampling.inputs.prompts import make_samples, read_prompts
-from sampling.params import Prompt, Sample
-
-TOKENIZER = CharTokenizer("meta.pkl", {"stoi": {char: i for i, char in enumerate(CHARS)}})
+from sampling.params import Prompt
 
 
 def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_path):
@@ -40,33 +38,24 @@ def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
 
 def test_each_prompt_has_consecutive_samples():
     prompts = [Prompt("ab"), Prompt("c")]
-    samples = list(make_samples(prompts, TOKENIZER, num_samples=2, first_index=5))
+    samples = [*make_samples(prompts, TOKENIZER, num_samples=2, first_index=5)]
     assert [sample.index for sample in samples] == [5, 6, 7, 8]
-    for prompt, pair in zip(prompts, [samples[:2], samples[2:]], strict=True):
-        for sample in pair:
-            assert sample.prompt is prompt
-            assert TOKENIZER.decode(sample.prompt_ids) == prompt.text
+    assert [sample.prompt.text for sample in samples] == ["ab", "ab", "c", "c"]
+    for sample in samples:
+        assert TOKENIZER.decode(sample.prompt_ids) == sample.prompt.text
 
 
-def test_prompts_are_encoded_when_they_are_needed(monkeypatch):
+def test_prompts_are_encoded_when_they_are_needed():
     encoded = []
-    encode = CharTokenizer.encode
-
-    def note(self, text):
-        encoded.append(text)
-        return encode(self, text)
-
-    monkeypatch.setattr(CharTokenizer, "encode", note)
-    next(make_samples([Prompt("ab")] * 1000 + [Prompt("c")], TOKENIZER))
+    tokenizer = SimpleNamespace(encode=encoded.append)
+    next(make_samples(1000 * [Prompt("ab")] + [Prompt("c")], tokenizer))
     assert sorted(encoded[0]) == ["a", "b", "c"], "what all have"
     assert encoded[1:] == ["ab"]
 
 
-def test_a_missing_character_in_a_list_is_found_at_once(tmp_path):
-    path = tmp_path / "p.txt"
-    path.write_text("ab\n" * 1000 + "d\u00e9\n")
-    prompts = read_prompts(f"LINES:{path}")
-    message = "p.txt, line 1001: the prompt has characters that .* lacks: 'é' at 2"
+def test_a_missing_character_in_a_list_is_found_at_once():
+    prompts = 1000 * [Prompt("ab")] + [Prompt("d\u00e9", location="p.txt, line 1001")]
+    message = "^p.txt, line 1001: the prompt has characters that .* lacks: 'é' at 2"
     with pytest.raises(ValueError, match=message):
         next(make_samples(prompts, TOKENIZER))
 
@@ -101,11 +90,11 @@ def test_the_error_names_what_is_no_prompt(tmp_path, monkeypatch, start, content
 
 
 def test_the_first_new_prompt_that_is_long_is_logged(messages):
-    samples = []
-    for i, text in enumerate(["b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 17]):
-        prompt = Prompt(text, location=f"a.txt, line {i}")
-        samples.append(Sample(i, prompt, TOKENIZER.encode(text), already_saved=i == 0))
-    list(make_generator(tokenizer=TOKENIZER).run(samples, PARAMS, batch_size=1))
+    texts = ["b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 17]
+    prompts = [Prompt(text, location=f"line {i}") for i, text in enumerate(texts)]
+    samples = [*make_samples(prompts, TOKENIZER)]
+    samples[0].already_saved = True
+    list(make_generator().run(samples, PARAMS, batch_size=1))
     assert [message for message in messages if "sees only" in message] == [
-        "a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any, "
+        "line 2: the prompt has 20 tokens, but the model sees only the last 16 of any, "
         "here from 'deeeeeeeeeeeeeee' on"]
