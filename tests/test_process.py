@@ -1,39 +1,40 @@
-"""The numbers that torchrun gives a process, its threads, and the cores and memory that it may use."""
+"""A process's number under torchrun, its threads, and the cores and memory that it may use."""
 import os
-import subprocess
 import sys
 from itertools import cycle
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from project import PROJECT
 from sampling import process
-
-TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8")
+from script_process import run_program
 
 
 @pytest.mark.parametrize("variables, expected", [
-    (TORCHRUN, [5, 8]), (dict(RANK="3", WORLD_SIZE="4"), [0, 1])]) # a cluster's own
+    (dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8"), [5, 8]),
+    (dict(RANK="3", WORLD_SIZE="4"), [0, 1]), # a cluster's own
+])
 def test_a_process_has_the_numbers_of_torchrun(variables, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     assert [process.rank(), process.world_size()] == expected
 
 
 def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monkeypatch):
-    error = RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+    def empty_cache():
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache := MagicMock(side_effect=error))
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     process.return_freed_memory()
-    empty_cache.assert_called_once()
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("CUDA out of memory. Tried to allocate 2.00 GiB", True), ("CUBLAS_STATUS_ALLOC_FAILED when calling", True),
-    ("CUBLAS_STATUS_NOT_INITIALIZED when calling", True), ("DefaultCPUAllocator: can't allocate memory", True),
-    ("CUBLAS_STATUS_EXECUTION_FAILED when calling", False)])
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+    ("CUBLAS_STATUS_ALLOC_FAILED when calling", True),
+    ("CUBLAS_STATUS_NOT_INITIALIZED when calling", True),
+    ("DefaultCPUAllocator: can't allocate memory", True),
+    ("CUBLAS_STATUS_EXECUTION_FAILED when calling", False),
+])
 def test_out_of_memory_errors_are_recognised_also_behind_another_error(text, expected):
     error = ValueError("cannot load it")
     error.__context__ = RuntimeError(text)
@@ -41,33 +42,43 @@ def test_out_of_memory_errors_are_recognised_also_behind_another_error(text, exp
 
 
 @pytest.mark.parametrize("num_running, num_cores, spin_count", [
-    ("1", 2, "3000"), ("2", 2, "0"), ("21222", 2, "3000"), ("4", 8, "3000"), ("5", 8, "0"), ("?", 2, "3000")])
-def test_waiting_threads_spin_unless_other_programs_use_half_of_the_cores(num_running, num_cores, spin_count,
-                                                                          monkeypatch):
+    ("1", 2, "3000"),
+    ("2", 2, "0"),
+    ("21222", 2, "3000"),
+    ("4", 8, "3000"),
+    ("5", 8, "0"),
+    ("?", 2, "3000"),
+])
+def test_waiting_threads_spin_unless_other_programs_use_half_of_the_cores(
+        num_running, num_cores, spin_count, monkeypatch):
+    """num_running: at each of the next moments, a digit."""
     counts = cycle(num_running)
-    monkeypatch.setattr(Path, "read_text", lambda path: f"0.20 0.18 0.12 {next(counts)}/80 11206\n")
+    monkeypatch.setattr(Path, "read_text", lambda path: f"0.2 0.1 0.1 {next(counts)}/80 11206\n")
     monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
     monkeypatch.setattr(os, "environ", {})
     process.shorten_spinning()
     assert os.environ == {"GOMP_SPINCOUNT": spin_count}
 
 
-IN_A_CONTAINER = { # a made-up /sys/fs/cgroup. The process is in a group of its own inside the container's
-    "cpu.max": "max 100000", "box/cpu.max": "400000 100000", "box/job/cpu.max": "150000 100000"}
+# A made-up /sys/fs/cgroup. The process is in a group of its own inside the container's.
+CONTAINER = {
+    "own": "4:misc:/\n0::/box/job",
+    "cpu.max": "max 100000",
+    "box/cpu.max": "400000 100000",
+    "box/job/cpu.max": "150000 100000",
+}
 
 
-@pytest.fixture
-def container(tmp_path, monkeypatch):
-    for name, content in {"own": "4:misc:/\n0::/box/job", **IN_A_CONTAINER}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content + "\n")
+@pytest.mark.usefixtures("all_threads")
+@pytest.mark.parametrize("num_threads, variables, expected", [
+    (8, {}, 2), (1, {}, 1), (8, {"OMP_NUM_THREADS": "8"}, 8)])
+def test_threads_follow_the_usable_cores_unless_the_user_chose_a_number(
+        num_threads, variables, expected, tmp_path, monkeypatch):
+    (tmp_path / "box" / "job").mkdir(parents=True)
+    for name, content in CONTAINER.items():
+        (tmp_path / name).write_text(f"{content}\n")
     monkeypatch.setattr(process, "CGROUPS", tmp_path)
     monkeypatch.setattr(process, "OWN_CGROUPS", tmp_path / "own")
-
-
-@pytest.mark.usefixtures("container", "all_threads")
-@pytest.mark.parametrize("num_threads, variables, expected", [(8, {}, 2), (1, {}, 1), (8, {"OMP_NUM_THREADS": "8"}, 8)])
-def test_threads_follow_the_usable_cores_unless_the_user_chose_a_number(num_threads, variables, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     torch.set_num_threads(num_threads)
     process.limit_threads()
@@ -94,7 +105,7 @@ fork(lambda: sampling.load("demo"))
 
 
 def test_a_fork_of_a_process_that_loaded_a_model_raises_instead_of_hanging():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], cwd=PROJECT, check=True, timeout=100)
+    run_program(sys.executable, "-W", "ignore", "-c", FORK, OMP_NUM_THREADS="2")
 
 
 FREED = """
@@ -122,4 +133,4 @@ for ones, dtype in (numpy.ones, numpy.float64), (torch.ones, torch.float64):
 
 
 def test_memory_that_a_program_frees_is_returned_and_that_of_a_step_is_used_again():
-    subprocess.run([sys.executable, "-c", FREED], cwd=PROJECT, check=True, timeout=100)
+    run_program(sys.executable, "-c", FREED, OMP_NUM_THREADS="2")
