@@ -37,19 +37,18 @@ def make_drafting(noise):
 def test_text_is_that_of_a_run_without_a_draft(noise, settings):
     params = replace(PARAMS, **settings)
     plain = make_generator(EagerBackend(make_gpt(block_size=32)))
-    found, expected = (run(gpt, make_samples(["The ", "O", "What is it?"]), params, batch_size=1)
-                       for gpt in (make_drafting(noise), plain))
-    for sample, same in zip(found, expected, strict=True):
+    for text in "The ", "O", "What is it?":
+        sample, = run(make_drafting(noise), make_samples([text]), params)
+        same, = run(plain, make_samples([text]), params)
         assert sample.text == same.text
         assert sample.finish_reason == same.finish_reason
-        assert sample.token_ids == same.token_ids
-        for token, same_token in zip(sample.tokens, same.tokens, strict=True):
-            assert logprobs(token) == pytest.approx(logprobs(same_token), abs=1e-4)
+        assert logprobs(sample) == pytest.approx(logprobs(same), abs=1e-4)
 
 
-def logprobs(token):
-    """Those of a token and its alternatives, by id."""
-    return {other.id: other.logprob for other in (*token.top_logprobs, token)}
+def logprobs(sample):
+    """Those of its tokens and their alternatives, by place and id."""
+    return {(i, other.id): other.logprob
+            for i, token in enumerate(sample.tokens) for other in (*token.top_logprobs, token)}
 
 
 def test_a_good_draft_saves_passes_of_the_model():
@@ -81,8 +80,7 @@ def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, messag
     assert drafts == ["draft: a copy of the model in int8"] # made once
     ids = torch.tensor([[5, 9, 30, 2]])
     expected = gpt.backend.logits(ids, None)
-    error = (gpt.backend.draft.logits(ids, None) - expected).norm() / expected.norm()
-    assert 0.001 < error < 0.03
+    torch.testing.assert_close(gpt.backend.draft.logits(ids, None), expected, atol=0.1, rtol=0.1)
 
 
 @pytest.mark.usefixtures("for_small_models")
