@@ -14,7 +14,8 @@ from models import make_gpt, save_checkpoint
 from project import RULE
 from sampling import text_generator
 from sampling.backends.backend import Backend
-from sampling.checkpoints import finding, nanogpt
+from sampling.checkpoints import finding
+from sampling.checkpoints.untrusted_files import file_state
 from script_process import start_script
 
 RUN = "--start=The ", "--num_samples=2", "--max_new_tokens=9", "--device=cpu"
@@ -117,23 +118,9 @@ def test_a_model_is_freed_before_the_next_is_loaded(
     assert done.stdout.count(RULE) >= num_models, done.stderr
 
 
-def test_a_save_between_the_wait_and_the_load_is_sampled_once(tmp_path, monkeypatch):
-    path = save_checkpoint(tmp_path, make_gpt())
-
-    def load():
-        save_checkpoint(tmp_path, make_gpt(seed=2))
-        return SimpleNamespace(checkpoint=nanogpt.load_nanogpt(path))
-    saves = finding.load_saves(tmp_path, load)
-    next(saves)
-    sleeps = iter(range(5))
-    monkeypatch.setattr(finding.time, "sleep", lambda seconds: next(sleeps))
-    with pytest.raises(RuntimeError, match="StopIteration"): # it still waits for the next save
-        next(saves)
-
-
-def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, messages):
+def test_a_save_is_over_when_its_size_stays_and_is_sampled_once(tmp_path, monkeypatch, messages):
     path = tmp_path / "out" / "ckpt.pt"
-    writes = iter([None, b"1", None, None, b"12", b"123", None, "removed", None, b"", b"1",
+    writes = iter([None, b"1", None, None, b"12", b"123", None, None, "removed", None, b"", b"1",
                    None, None, None, None])
     sizes = []
 
@@ -145,12 +132,16 @@ def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, mess
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
             os.utime(path, ns=(len(sizes), time.time_ns()))
+
+    def load():
+        if len(sizes) == 1: # a save between the wait and the load
+            path.write_bytes(b"1234")
+        return SimpleNamespace(checkpoint=SimpleNamespace(file_state=file_state(path)))
     monkeypatch.setattr(finding.time, "sleep", sleep)
-    gpt = SimpleNamespace(checkpoint=SimpleNamespace(file_state=None))
-    for _ in islice(finding.load_saves(path.parent, lambda: gpt), 4):
+    for _ in islice(finding.load_saves(path.parent, load), 4):
         sizes.append(path.stat().st_size)
         if len(sizes) == 3:
             path.write_bytes(b"12345") # a save during the run
-    assert sizes == [1, 3, 1, 5]
+    assert sizes == [1, 4, 1, 5]
     assert messages == [f"waiting for the {which} save of {path}"
                         for which in ("first", "next", "next", "next")]

@@ -32,11 +32,10 @@ def prepare_backend(device=CPU, num_steps=None, **options):
 
 
 @pytest.mark.parametrize("num_steps, expected", [(None, CPUBackend), (20, EagerBackend)])
-def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, expected):
+def test_a_cpu_gets_the_kernels_unless_the_run_is_short(num_steps, expected):
     backend = prepare_backend(num_steps=num_steps)
     assert type(backend) is expected
     assert backend.device == CPU
-    assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20)
 
 
 @pytest.mark.parametrize("num_samples, batch_size, expected", [
