@@ -1,5 +1,4 @@
 """README.md, docs/, the settings files and the demo checkpoint work as documented."""
-import json
 import re
 import shlex
 import sys
@@ -127,10 +126,8 @@ def test_links_point_to_existing_files(path):
 @slow
 def test_every_cell_of_the_gpu_benchmark_runs_and_the_text_is_nanogpts():
     done = run_program(sys.executable, PROJECT / "tests" / "bench" / "gpu.py")
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line for line in lines if "error" in line] == []
-    texts = {line["cell"]: line["equal"] for line in lines if "equal" in line}
-    exact = [texts[cell] for cell in texts if "bfloat16" not in cell] # which may round differently
-    assert len(texts) == 4
+    assert '"error"' not in done.stdout
+    assert len(re.findall(r'"tokens_per_s": [1-9]', done.stdout)) == 12
+    # In bfloat16, they may round differently.
+    exact = re.findall(r'^(?!.*bfloat16).*"equal": "(.*?)"', done.stdout, re.MULTILINE)
     assert exact == ["4 of 4"] * 2
-    assert len([line for line in lines if line.get("tokens_per_s", 0) > 0]) == 12

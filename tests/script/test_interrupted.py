@@ -50,8 +50,7 @@ def start(folder):
 
 
 def saved_in(folder):
-    path = folder / "a.jsonl"
-    return path.read_bytes() if path.exists() else b""
+    return b"".join(path.read_bytes() for path in folder.glob("a.jsonl"))
 
 
 def num_on_page(folder):
@@ -114,9 +113,8 @@ def test_a_signal_leaves_complete_samples(
             assert printed == b"" or printed.endswith(END)
             assert num_on_page(folder) == num_saved
         if process.returncode == 130:
-            line = messages.decode().splitlines()[-1]
-            assert line.startswith(f"a.jsonl holds {num_saved} line")
-            assert line.endswith(" goes on after them")
+            line = rf"\na.jsonl holds {num_saved} line.* goes on after them\n$"
+            assert re.search(line, messages.decode())
         if process.returncode == 0:
             (folder / "a.jsonl").unlink()
     finish()
@@ -125,10 +123,7 @@ def test_a_signal_leaves_complete_samples(
 def test_stdout_may_be_closed_after_any_number_of_bytes(prepared, folder, start, finish):
     """head closes it like this."""
     process = start()
-    wanted = len(prepared[1]) // 10
-    read = b""
-    while len(read) < wanted and (more := process.stdout.read(wanted - len(read))):
-        read += more
+    read = b"".join(process.stdout.read(1) for _ in range(len(prepared[1]) // 10))
     process.stdout.close()
     assert_no_error(process.stderr.read())
     process.stderr.close()
@@ -146,10 +141,9 @@ def test_a_full_disk_is_one_error_line(folder, start, finish):
         prlimit(process.pid, RLIMIT_FSIZE, (3 * 1024, -1)) # long before the process writes
         _, messages = process.communicate()
     assert process.returncode == 1
-    error = messages.splitlines()[-1]
+    *_, error = messages.splitlines()
     assert error.startswith(b"error: cannot write 'a.jsonl': File too large"), messages
     assert b"Traceback" not in messages
-    assert b"Exception ignored" not in messages
     finish((folder / "printed").read_bytes())
 
 
@@ -161,9 +155,8 @@ def test_a_prompt_that_never_ends_is_one_error_line(char_checkpoint, start):
     printed, messages = process.communicate(timeout=120)
     assert process.returncode == 1
     assert printed == b""
-    error = messages.decode().splitlines()[-1]
-    assert error.startswith("error: ")
-    assert error.endswith(": a prompt has at most 134,217,728 characters, and here are more")
+    error = rb"\nerror: .*: a prompt has at most 134,217,728 characters, and here are more\n$"
+    assert re.search(error, messages)
 
 
 @pytest.fixture
@@ -187,11 +180,8 @@ def test_out_file_that_is_deleted_or_replaced_ends_the_run_and_the_line_says_whe
         change, folder, change_out_file, finish):
     line = change_out_file(change)
     kept = r"error: a\.jsonl was .* are in (a\.jsonl\.\d+); rename that to a\.jsonl, "
-    path = folder / re.match(kept, line)[1]
-    saved = path.read_bytes()
-    assert saved.count(b"\n") >= 2
-    assert num_on_page(folder) == saved.count(b"\n")
-    path.rename(folder / "a.jsonl")
+    (folder / re.match(kept, line)[1]).rename(folder / "a.jsonl")
+    assert num_on_page(folder) == saved_in(folder).count(b"\n") >= 2
     finish()
 
 
@@ -228,11 +218,10 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint, se
     process.send_signal(signal.SIGINT)
     _, messages = process.communicate(timeout=20)
     # While a file is read, the system ends the process. Python that starts has its own way.
+    assert process.returncode != 0
     if b"settings: " in messages:
         assert process.returncode in (130, -signal.SIGINT)
         assert b"Traceback" not in messages
-    else:
-        assert process.returncode in (130, -signal.SIGINT, 1)
 
 
 NEW_CONTAINER = "unshare", "--map-root-user", "--pid", "--fork", "--kill-child"
