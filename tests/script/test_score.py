@@ -15,14 +15,15 @@ THE = "--start=The ", "--score"
 @pytest.fixture
 def folder(tmp_path):
     save_checkpoint(tmp_path / "out", make_gpt())
-    for name, content in [
-        ("prompts.txt", "The \nO\nWhat is it?\nThou\n"),
-        ("single.txt", "T\nO\n"),
-        ("prompts.jsonl",
-         '{"prompt": "The ", "id": "act 2", "by": "me"}\n{"prompt": "Thou"}\n'
-         '{"prompt": "a", "id": "a\\nb"}\n{"prompt": "a", "id": ""}\n{"prompt": "a", "id": 7}\n'),
-    ]:
-        (tmp_path / name).write_text(content)
+    (tmp_path / "prompts.txt").write_text("The \nO\nWhat is it?\nThou\n")
+    (tmp_path / "single.txt").write_text("T\nO\n")
+    (tmp_path / "prompts.jsonl").write_text("""
+{"prompt": "The ", "id": "act 2", "by": "me"}
+{"prompt": "Thou"}
+{"prompt": "a", "id": "a\\nb"}
+{"prompt": "a", "id": ""}
+{"prompt": "a", "id": 7}
+""")
     return tmp_path
 
 
@@ -43,7 +44,7 @@ def names(stdout):
     ("LINES:single.txt", ["single.txt, line 1", "single.txt, line 2"]),
     ("LINES:prompts.txt", [*(f"prompts.txt, line {i}" for i in (1, 2, 3, 4)), "all"]),
     ("JSONL:prompts.jsonl",
-     ["act 2", "prompts.jsonl, line 2", r"'a\nb'", "''", "7", "all"]),
+     ["act 2", "prompts.jsonl, line 3", r"'a\nb'", "''", "7", "all"]),
 ])
 def test_each_text_is_a_line_with_its_name(score, start, expected):
     done = score(f"--start={start}", stdin=b"yes, ")
@@ -60,8 +61,8 @@ def test_the_numbers_are_those_of_equal_probabilities(score, folder):
     save_meta(folder / "out" / "meta.pkl", CHARS[:61] + "é")
     nats = math.log(62)
     bits = 5 * math.log2(62) / 7
-    assert score("--start=The éé").stdout == (
-        f"'The éé': 5 tokens, {nats:.4f} nats a token, perplexity 62.00, {bits:.2f} bits a byte\n")
+    numbers = f"5 tokens, {nats:.4f} nats a token, perplexity 62.00, {bits:.2f} bits a byte"
+    assert score("--start=The éé").stdout == f"'The éé': {numbers}\n"
 
 
 def test_a_very_unlikely_text_has_a_score(score, folder):
@@ -76,16 +77,15 @@ def test_a_file_of_scores_resumes_with_the_same_sums(score, run_script, folder):
     command = "--start=LINES:prompts.txt", "--out_file=scores.jsonl"
     path = folder / "scores.jsonl"
     whole = score(*command).stdout.splitlines()
-    content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    records = [json.loads(line) for line in lines]
+    content = path.read_text()
+    records = [json.loads(line) for line in content.splitlines()]
     assert [record["num_tokens"] for record in records] == [3, 0, 10, 3]
     # The total is of the sums that the file has, which are rounded.
     total = round(sum(record["cumulative_logprob"] for record in records), 4)
     assert whole[-1].startswith(f"all: 16 tokens, {-total / 16:.4f} nats a token, ")
-    path.write_bytes(b"".join(lines[:2]))
+    path.write_text("".join(content.splitlines(keepends=True)[:2]))
     assert score(*command).stdout.splitlines() == whole[2:]
-    assert path.read_bytes() == content
+    assert path.read_text() == content
     samples = run_script(*command, "--num_samples=1", cwd=folder)
     assert samples.returncode == 1
     assert "is from another run" in samples.stderr
@@ -98,7 +98,7 @@ def test_a_file_with_other_sums_is_not_resumed(score, folder, name, value):
     path = folder / "scores.jsonl"
     score(*command)
     record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, name: value}) + "\n")
+    path.write_text(json.dumps(record | {name: value}) + "\n")
     done = score(*command)
     assert done.returncode == 1
     assert done.stdout == ""
@@ -127,9 +127,9 @@ def test_lines_and_the_page_have_each_token(score, folder):
 def test_without_alternatives_lines_have_the_tokens_and_a_page_the_text(score, folder):
     score(*THE, "--out_file=a.jsonl", "--logprobs=0")
     content = json.loads((folder / "a.jsonl").read_text())["logprobs"]["content"]
-    assert [token["token"] for token in content] == list("The ")
+    assert [token["token"] for token in content] == [*"The "]
     score(*THE, "--out_file=b.jsonl")
-    assert html.write_page(folder / "b.html", [str(folder / "b.jsonl")]) == 1
+    html.write_page(folder / "b.html", [str(folder / "b.jsonl")])
     assert "<span>The </span>" in (folder / "b.html").read_text()
 
 

@@ -1,5 +1,6 @@
 """What the script imports, and from where it runs: any folder, pip's command, a notebook."""
 import ctypes
+import re
 import sys
 import sysconfig
 import venv
@@ -37,23 +38,18 @@ def run_python(*arguments, **settings):
     return run_program(sys.executable, *arguments, **settings)
 
 
-@pytest.mark.parametrize("arguments, status, first_words", [
-    ([SCRIPT, "--help"], 0, ["Sample"]),
-    ([SCRIPT, "--top_k=-1"], 2, ["error:"]),
-    (["-c", "import sample"], 0, []),
+@pytest.mark.parametrize("arguments, status, output", [
+    ([SCRIPT, "--help"], 0, "Sample .*"),
+    ([SCRIPT, "--top_k=-1"], 2, "error: .*\n"),
+    (["-c", "import sample"], 0, ""),
 ], ids=str)
-def test_help_and_invalid_settings_and_imports_do_not_import_torch(arguments, status, first_words):
+def test_help_and_invalid_settings_and_imports_do_not_import_torch(arguments, status, output):
     done = run_python("-X", "importtime", *arguments, status=status)
-    imported = set()
-    words = done.stdout.split()[:1]
-    for line in done.stderr.splitlines():
-        if line.startswith("import time:"):
-            imported.add(line.split("|")[-1].strip())
-        else:
-            words.append(line.split()[0])
-    assert words == first_words
+    imported = re.findall(r"^import time:.*\| +(.*)", done.stderr, re.MULTILINE)
     assert "sampling.configurator" in imported
     assert not {name.partition(".")[0] for name in imported} & {*HEAVY, "configurator"}
+    messages = re.sub("import time:.*\n", "", done.stderr)
+    assert re.fullmatch(output, done.stdout + messages, re.DOTALL)
 
 
 def test_the_class_of_a_model_is_there_for_annotations_and_only_asking_for_it_imports_torch():
@@ -160,7 +156,7 @@ def installed(tmp_path_factory):
     """The Python of a new environment in which pip has installed this project."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv")
-    python, = [path for path in (folder / "venv").glob("*/python*") if path.stem == "python"]
+    python, = (folder / "venv").glob("*/python")
     packages, = (folder / "venv").glob("**/site-packages")
     # This Python's torch and other packages.
     (packages / "packages.pth").write_text(sysconfig.get_path("purelib"))
@@ -169,9 +165,8 @@ def installed(tmp_path_factory):
     run_python(*pip, "wheel", "--no-deps", "--no-build-isolation", folder / "source", cwd=folder)
     wheel, = folder.glob("*.whl")
     run_python(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel)
-    names = {path.stem for path in packages.iterdir()}
-    assert names >= {"nanogpt_sample", "sampling"}
-    assert not names & {"model", "sample", "configurator", "config", "tests"}
+    for name in "model", "sample", "configurator", "config", "tests":
+        assert not [*packages.glob(f"{name}*")]
     return python
 
 
@@ -223,7 +218,7 @@ def other_system(request, monkeypatch):
 
     def read_outside_proc(path, *arguments, **settings):
         if path.parts[:2] == ("/", "proc"):
-            raise FileNotFoundError(2, "No such file or directory", str(path))
+            raise FileNotFoundError
         return read_text(path, *arguments, **settings)
 
     def load_no_glibc(name, *arguments, **settings):
@@ -250,9 +245,7 @@ def test_samples_files_and_sessions_are_the_same(other_system, whole, run_script
     assert done.stdout == printed, done.stderr
     assert (tmp_path / "a.jsonl").read_bytes() == (folder / "a.jsonl").read_bytes()
     assert ("peak memory" in done.stderr) == (other_system != "Windows")
-    resumed = run_script(*saved, cwd=tmp_path)
-    assert resumed.returncode == 0
-    assert "nothing to do" in resumed.stderr
+    assert "nothing to do" in run_script(*saved, cwd=tmp_path).stderr
     session = run_script(*run, "--interactive", stdin=b":quit\r\n")
     assert session.returncode == 0
     assert session.stdout == printed[:len(printed) // 2]
