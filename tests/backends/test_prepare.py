@@ -67,19 +67,17 @@ def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(
     assert prepare.wants_kernels(config, device, dtype, options, num_steps) == expected
 
 
-@pytest.mark.parametrize("code, variable, reason", [
-    ("raise OSError('no libLLVM')", "", "OSError: no libLLVM"), # llvmlite, which numba needs
-    ("", "NUMBA_DISABLE_JIT", "NUMBA_DISABLE_JIT is set"),
-    ("", "NUMBA_THREADING_LAYER", "ValueError: .*requested '1' is unknown.*"),
+@pytest.mark.parametrize("variable, value, reason", [
+    ("PYTHONPATH", "broken", "OSError: no libLLVM"), # for llvmlite, which numba needs
+    ("NUMBA_DISABLE_JIT", "1", "NUMBA_DISABLE_JIT is set"),
+    ("NUMBA_THREADING_LAYER", "1", "ValueError: .*requested '1' is unknown.*"),
 ], ids=str)
 def test_where_numba_does_not_work_a_line_says_so_and_torch_runs_alone(
-        code, variable, reason, char_checkpoint, tmp_path):
-    env = {variable: "1"}
-    if code:
-        (tmp_path / "llvmlite.py").write_text(code)
-        env = {"PYTHONPATH": str(tmp_path)}
+        variable, value, reason, char_checkpoint, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "llvmlite.py").write_text("raise OSError('no libLLVM')")
     run = f"--out_dir={char_checkpoint}", "--device=cpu", "--interactive", "--max_new_tokens=1"
-    process = start_script(*run, env=env)
+    process = start_script(*run, cwd=tmp_path, env={variable: value})
     _, messages = process.communicate()
     assert process.returncode == 0
     line = (rf"warning: .* need numba \({reason}\): .*; "

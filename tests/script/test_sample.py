@@ -7,13 +7,10 @@ import pytest
 import torch
 
 import sampling
-from attacks import call, value, write_attack
 from models import CHARS, make_gpt, make_transformers_gpt2, save_checkpoint, save_repeating
 from oracles import nanogpt_samples
 from project import RULE
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
-
-pytest_plugins = ["attacks"]
 
 
 def printed(texts):
@@ -194,14 +191,3 @@ def test_two_halves_of_a_character_are_the_character_and_one_half_is_an_error(ru
     sample, = gpt.generate("\ud83d\ude00", stop="\ud83d\ude00", temperature=0)
     assert sample.prompt.text == "😀"
     assert sample.text == ""
-
-
-def test_the_script_runs_nothing_in_a_hostile_pickle(run_script, valid_checkpoint, tmp_path):
-    for place, status in ("x", 0), ("model", 1): # beside the model, and instead of it
-        write_attack(place, call("os mkdir", value("ran")), tmp_path, valid_checkpoint)
-        done = run_script("--out_dir=out", "--num_samples=1", cwd=tmp_path)
-        assert done.returncode == status
-        assert not (tmp_path / "ran").exists()
-    assert done.stdout == ""
-    assert "error: cannot read out/ckpt.pt: " in done.stderr
-    assert "os.mkdir" in done.stderr

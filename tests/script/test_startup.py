@@ -63,21 +63,13 @@ assert TextGenerator is sampling.text_generator.TextGenerator and "GOMP_SPINCOUN
 """)
 
 
-def write_files(folder, files):
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content)
-
-
 @pytest.fixture
 def nanogpt(tmp_path):
     """A folder like nanoGPT's: with a model.py, and a configurator.py that its scripts execute."""
+    (tmp_path / "model.py").write_text("GPT = 'its own'\n")
+    (tmp_path / "configurator.py").write_text("print(learning_rate)\n")
     training = "learning_rate = 1\nexec(open('configurator.py').read())\nprint('training')\n"
-    write_files(tmp_path, {
-        "model.py": "GPT = 'its own'\n",
-        "configurator.py": "print(learning_rate)\n",
-        "train.py": training,
-    })
+    (tmp_path / "train.py").write_text(training)
     return tmp_path
 
 
@@ -94,18 +86,6 @@ def test_a_symbolic_link_in_nanogpts_folder_runs(expected, nanogpt, command):
     (nanogpt / "sample.py").symlink_to(SCRIPT)
     save_checkpoint(nanogpt / "out", make_gpt())
     assert run_python(*command, *FAST, "--start=The", cwd=nanogpt).stdout == expected
-
-
-def test_a_settings_file_of_nanogpt_imports_its_neighbours(expected, char_checkpoint, nanogpt):
-    write_files(nanogpt, {
-        "config/base.py": "import model\nstart = 'The' if model.GPT == 'its own' else ''\n",
-        "config/my.py": "from config.base import *\n",
-        "sampling.py": "seed = 1337\n",
-        "shared_settings.py": "from sampling import seed\n",
-        "other.py": "import shared_settings\nseed = shared_settings.seed\n",
-    })
-    run = SCRIPT, "--seed=1", "config/my.py", "other.py", f"--out_dir={char_checkpoint}", *FAST
-    assert run_python(*run, cwd=nanogpt).stdout == expected
 
 
 @pytest.mark.parametrize("copied, script, message", [
