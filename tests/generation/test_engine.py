@@ -83,6 +83,13 @@ def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(
     assert [sample.tokens for sample in rest] == [whole[i].tokens for i in (3, 4, 6, 7)]
 
 
+def batch_sizes(backend, lengths, max_new_tokens):
+    """The rows of each call for prompts of these lengths."""
+    samples = make_samples("a" * length for length in lengths)
+    run(make_generator(backend), samples, replace(PARAMS, max_new_tokens=max_new_tokens))
+    return backend.num_rows
+
+
 @pytest.mark.parametrize("lengths, max_batch_bytes, sizes", [
     (9 * [4], 8, [8, 1]),
     (9 * [4], 4, [4, 4, 1]),
@@ -94,10 +101,9 @@ def test_a_batch_is_not_too_large(lengths, max_batch_bytes, sizes):
     backend.max_rows = 8
     backend.max_batch_bytes = max_batch_bytes
     backend.bytes_per_row = {4 + 2: 1, 8 + 2: 2}.get # of the prompt, and of the new tokens
-    samples = make_samples("a" * length for length in lengths)
-    run(make_generator(backend), samples, replace(PARAMS, max_new_tokens=2))
-    assert backend.num_rows[1::2] == sizes
-    assert {*backend.num_rows[::2]} == {1}, "equal prompts are read once"
+    num_rows = batch_sizes(backend, lengths, 2)
+    assert num_rows[1::2] == sizes
+    assert {*num_rows[::2]} == {1}, "equal prompts are read once"
 
 
 @pytest.mark.parametrize("block_size, lengths, num_rows", [
@@ -107,9 +113,7 @@ def test_a_batch_is_not_too_large(lengths, max_batch_bytes, sizes):
 ], ids=str)
 def test_short_and_long_prompts_share_no_steps(block_size, lengths, num_rows):
     backend = NotingBackend(make_gpt(block_size=block_size))
-    samples = make_samples("a" * length for length in lengths)
-    run(make_generator(backend), samples, replace(PARAMS, max_new_tokens=10))
-    assert max(backend.num_rows) == num_rows
+    assert max(batch_sizes(backend, lengths, 10)) == num_rows
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 4, 99])

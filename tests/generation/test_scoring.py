@@ -66,13 +66,14 @@ def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
     assert found.nats_per_token == pytest.approx(loss, rel=1e-4)
     assert found.num_tokens == ids.size(1) - 1
     assert text_of(found) == text
-    cut = make_score("日", gpt.tokenizer.encode("日")[:-1]) # ends inside a character
-    *_, (found, _) = gpt.run([cut], ScoringParams())
-    assert text_of(found) == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("text, num_first", [
-    ("Hello you", 5), ("日本語のテキスト", 2), ("🙂 hello", 2), ("\ufeffMy lord", 1)], ids=ascii)
+    ("Hello you", 5),
+    ("日本語のテキスト", 2),
+    ("🙂 hello", 2),
+    ("\ufeffMy lord", 1),
+], ids=ascii)
 def test_a_score_counts_the_bytes_of_the_scored_tokens(
         gpt2_folder, gpt2_encoding, tiktoken_cache, tmp_path, text, num_first):
     """num_first: of the first token, which is not scored. It may end inside a character."""
@@ -93,10 +94,8 @@ def test_no_text_changes_the_score_of_another(max_tokens, num_rows, monkeypatch)
     gpt = make_generator(NotingBackend(make_gpt()))
     texts = ["The ", BOOK, "x", "yes", BOOK[5:], "a" * 16, BOOK[:17], BOOK[:25]]
     scores = [make_score(text, TOKENIZER.encode(text), i) for i, text in enumerate(texts)]
-    scores[3].already_saved = True
     finished = [found for found, _ in gpt.run(scores, ScoringParams()) if found.finish_reason]
     assert max(gpt.backend.num_rows) == num_rows # windows of 16 tokens
-    del scores[3]
     assert finished == scores # each once
     for found in finished:
         expected = score(gpt, found.prompt.text)

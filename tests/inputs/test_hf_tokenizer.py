@@ -23,9 +23,8 @@ def stream(tokenizer, ids, prompt_ids=()):
         is_last = i == len(ids)
         peeked = decode.peek(token_id, is_last)
         decode.peek(ids[0], is_last)
-        assert decode.peek(token_id, is_last) == peeked
-        texts.append(decode(token_id, is_last))
-        assert texts[-1] == peeked
+        assert decode(token_id, is_last) == peeked
+        texts.append(peeked)
     return texts
 
 

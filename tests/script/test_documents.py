@@ -79,14 +79,9 @@ def test_commands_with_torchrun_run(command, run_in_bash):
 
 @pytest.mark.parametrize("block", code_blocks("text"))
 def test_examples_print_the_documented_output(block, run_in_bash):
-    commands = ""
-    shown = ""
-    for line in block.splitlines(keepends=True):
-        if line.startswith("$ "):
-            commands += line[2:]
-        else:
-            shown += line
-    assert run_in_bash(commands) == shown
+    commands = re.findall(r"^\$ (.*\n)", block, re.MULTILINE)
+    shown = re.sub(r"^\$ .*\n", "", block, flags=re.MULTILINE)
+    assert run_in_bash("".join(commands)) == shown
 
 
 def test_the_command_for_a_page_of_several_runs_works_anywhere_without_installing(

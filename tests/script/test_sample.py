@@ -187,7 +187,6 @@ def test_two_halves_of_a_character_are_the_character_and_one_half_is_an_error(ru
     message = "error: the prompt is not valid UTF-8 at character 2"
     assert message in run_script(*run, r'--start="a\ud83d"').stderr
     gpt = sampling.load(tmp_path, device="cpu")
-    assert gpt.score("\ud83d\ude00").num_tokens == 3 # all bytes but the first
     sample, = gpt.generate("\ud83d\ude00", stop="\ud83d\ude00", temperature=0)
     assert sample.prompt.text == "😀"
     assert sample.text == ""
