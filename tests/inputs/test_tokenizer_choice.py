@@ -54,7 +54,7 @@ def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(
         with pytest.raises(ValueError, match=message):
             load(vocab_size, **training)
     line = "ckpt.pt has no tokenizer of its own: using GPT-2's encoding"
-    assert messages == is_huggingface * 4 * [line]
+    assert messages == ([line] * 4 if is_huggingface else [])
 
 
 def test_the_first_folder_with_a_tokenizer_has_it(here):
