@@ -90,7 +90,7 @@ def test_a_symbolic_link_in_nanogpts_folder_runs(expected, nanogpt, command):
 
 @pytest.mark.parametrize("copied, script, message", [
     (["sample.py"], "sample.py",
-     "No module named 'sampling': do not copy sample.py, but link to it"),
+     "No module named 'sampling': do not copy sample.py; link to it"),
     (["sample.py", "sampling"], "sample.py",
      "model.py is missing, or belongs to another project: do not copy"),
     (["sample.py", "sampling", "model.py"], "sample.py",
