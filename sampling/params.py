@@ -1,6 +1,4 @@
-"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no
-torch.
-"""
+"""The rules of the settings, and the types of prompts, parameters and results. Imports no torch."""
 import logging
 import math
 import os
@@ -18,7 +16,7 @@ logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
 PATHS = "init_from", "out_dir", "model_file", "tokenizer", "out_file", "html_file" # of the settings
 NUM_ALTERNATIVES = 5 # of the most likely tokens, which the page shows for each token
-# Of a text that are saved or shown: with their alternatives, they take ten megabytes or more.
+# How many tokens of a text are saved or shown: with alternatives, they take ten megabytes or more.
 MAX_SCORED_TOKENS = 100_000
 # The fields of a line in out_file, besides those of the prompt.
 RESULT_FIELDS = frozenset(["version", "index", "prompt_index", "sample_index", "text", "num_tokens",
@@ -27,18 +25,14 @@ RESULT_FIELDS = frozenset(["version", "index", "prompt_index", "sample_index", "
 
 
 class SettingError(ValueError):
-    """A value is not allowed, or two settings exclude each other. names: the settings that it is
-    about.
-    """
+    """A value is not allowed, or settings exclude each other. names: of the settings at fault."""
     def __init__(self, message: str, *names: str):
         super().__init__(message)
         self.names = names
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an int or a float. bool is a subclass of int, but True and False are
-    refused.
-    """
+    """Whether a value is an int or a float. bool is a subclass of int, but is no number here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -164,8 +158,9 @@ def check_values(values: Settings) -> None:
 
 
 def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
-    """Check settings of sample.py. flags: those of the command line; in a file, score ignores what
-    it cannot use.
+    """Check the settings of sample.py. flags: those that the command line names.
+
+    With score, a flag that only sampling has is an error; in a file, such a setting is ignored.
     """
     if settings["interactive"] and "num_samples" in flags:
         raise SettingError("interactive=True prints one sample for each prompt: leave out "
@@ -175,13 +170,13 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
         if useless:
             raise SettingError("score=True generates no samples: leave out "
                                f"{', '.join(useless)}, or score", "score")
-        used = settings.keys() - {*SAMPLING_SETTINGS}
-        settings = {name: settings[name] for name in used}
+        settings = {name: value for name, value in settings.items()
+                    if name not in SAMPLING_SETTINGS}
     check_options(settings)
 
 
 def check_options(options: Settings) -> None:
-    """Check the settings of a model and its samples, of which Python programs have fewer."""
+    """Check the settings that are given: a Python program gives only those of the model."""
     check_values(options)
     for names, applies, remedy in CONFLICTS:
         if options.keys() >= {*names} and applies(*(options[name] for name in names)):
@@ -232,6 +227,7 @@ class SamplingParams:
     num_logprobs: int | None = None
 
     def __post_init__(self):
+        # The instance is frozen: only vars() can change it.
         vars(self).update({name: plain(value) for name, value in vars(self).items()})
         check_values(vars(self))
         vars(self)["seed"] = choose_seed(self.seed, "seed")
@@ -274,9 +270,9 @@ def choose_params(settings: Settings) -> SamplingParams | ScoringParams:
     return params
 
 
-# What only sampling has, not scoring.
-SAMPLING_SETTINGS = ["num_samples", "draft", *(field.name for field in fields(SamplingParams))]
-SAMPLING_SETTINGS.remove("num_logprobs") # a score has them too
+# The settings that scoring does not have. num_logprobs is not one: scores have it too.
+SAMPLING_SETTINGS = ["num_samples", "draft"]
+SAMPLING_SETTINGS += [f.name for f in fields(SamplingParams) if f.name != "num_logprobs"]
 
 
 @dataclass(frozen=True)
@@ -297,7 +293,7 @@ class Prompt:
 
 
 class Token(NamedTuple):
-    """A token of a text. Its text is empty if it ends inside a character: the token that completes
+    """A token of a text. A token that ends inside a character has no text. The token that completes
     the character has all of it.
     """
     id: int
@@ -309,7 +305,7 @@ class Token(NamedTuple):
 class Piece(NamedTuple):
     """New text of a sample that no stop text can take back, and how likely the model found it."""
     text: str
-    # of the token that the text is from, together with the tokens that began its first character
+    # Of the token that the text is from, and of those that began its first character, together.
     logprob: float | None = None
 
 
@@ -348,7 +344,8 @@ class Sample:
         return None if None in logprobs else sum(logprobs)
 
 
-# As a field, dataclasses.asdict and tables of pandas have it. As a property, it follows the tokens.
+# text is a field, so that dataclasses.asdict and tables of pandas have it, and a property, so that
+# it follows the tokens.
 Sample.text = property(lambda sample: "".join(token.text for token in sample.tokens))
 
 

@@ -31,6 +31,7 @@ from sampling.process import is_out_of_memory
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
+SCRIPT = f"{sampling.__path__[-1]}/sample.py" # it lies beside model.py: see sampling/__init__.py
 # The settings that a command may change, and the names that configurator gives to their types.
 TYPES = {"show_probs": ["bool"]}
 for setting in fields(SamplingParams):
@@ -53,20 +54,21 @@ Tab completes a command, Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
 def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, start: str) -> None:
-    """Read prompts and commands from standard input until it ends. load: loads the model, at the
-    start and for :reload. params: the initial settings. start: the first prompt, unless it is
-    blank.
+    """Read prompts and commands from standard input until it ends.
+
+    load: loads the model, at the start and for :reload. params: the initial settings. start: the
+    first prompt, unless it is blank.
     """
     if sys.stdin is None or sys.stdout is None:
         raise ValueError("interactive=True needs standard input and standard output, but one of "
                          "them is closed")
     if isinstance(sys.stdin, io.TextIOWrapper): # not in a notebook
-        # So that only a line that is not UTF-8 is an error.
+        # A line that is not UTF-8 is then an error of this line only.
         sys.stdin.reconfigure(errors="surrogateescape")
     with line_editing():
         session = Session(load, params)
         session.reload()
-        # It ends what runs, but not the session.
+        # Ctrl-C ends what runs, but not the session.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if is_tty(sys.stdin):
             logger.info("type a prompt, or :help; Ctrl-D ends the session")
@@ -108,7 +110,7 @@ class Session:
     """The state of a session, which prompts and commands change."""
     load: Callable[[], TextGenerator]
     params: SamplingParams
-    gpt: TextGenerator | None = None # None while the model is loaded, and after that has failed
+    gpt: TextGenerator | None = None # None while a model is loading, and if that has failed
     printer: Printer | None = None # None before the first model is loaded
     next_index: int = 0 # the index of the next sample
     last: Sample | None = None
@@ -116,7 +118,7 @@ class Session:
     shows_prompt: bool = True # whether it was printed with its prompt
 
     def attempt(self, action: Callable[[], None]) -> None:
-        """Call action. Log an error of the user, or a lack of memory, and end it at Ctrl-C."""
+        """Call action. Ctrl-C ends it. An error of the user, or a lack of memory, is logged."""
         try:
             action()
         except KeyboardInterrupt:
@@ -211,7 +213,7 @@ class Session:
     def run_command(self, command: str) -> None:
         name, separator, text = re.fullmatch(r"(?s)([^\s=]*)(\s*=\s*|\s*)(.*)", command).groups()
         if name not in COMMANDS:
-            self.change_setting(name.replace("-", "_"), text)
+            self.change_or_show(name.replace("-", "_"), text)
         elif "=" in separator:
             raise ValueError(f":{name} is no setting; :help shows how to use it")
         elif name in ("score", "save"):
@@ -228,17 +230,12 @@ class Session:
         values = {**vars(self.params), "show_probs": self.show_probs}
         logger.info("\n".join(f"{name}={values[name]!r}" for name in names))
 
-    def change_setting(self, name: str, text: str) -> None:
-        if name in TYPES:
-            if text or TYPES[name] == ["bool"]:
-                self.change_params(name, setting_value(name, text or "True"))
-            self.show_settings([name])
-        elif name in find_settings(f"{sampling.__path__[-1]}/sample.py"):
-            raise ValueError(f":{name} is fixed in a session: start another one with --{name}=...")
-        else:
-            near = suggest(name, [*COMMANDS, *TYPES])
-            raise ValueError(f"unknown command ':{name:.100}'{near}; :help lists all commands; put "
-                             "a prompt that begins with a colon in quotes")
+    def change_or_show(self, name: str, text: str) -> None:
+        """Change a setting if the user gave a value, or if it is a flag. Then show it."""
+        require_setting(name)
+        if text or TYPES[name] == ["bool"]:
+            self.change_params(name, setting_value(name, text or "True"))
+        self.show_settings([name])
 
     def change_params(self, name: str, value: Any) -> None:
         change = {name: value}
@@ -248,7 +245,8 @@ class Session:
         if self.gpt:
             self.gpt.check_params(params)
         self.params = params
-        self.printer = Printer(self.printer.tokenizer, self.show_probs)
+        if name == "show_probs":
+            self.printer = Printer(self.printer.tokenizer, self.show_probs)
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
@@ -262,8 +260,8 @@ class Session:
     def continue_last(self) -> None:
         last = self.require_sample()
         text = last.prompt.text + self.last_text
-        # A character that was incomplete comes whole with the next tokens.
         if last.finish_reason == "length":
+            # A character that was incomplete comes whole with the next tokens.
             text = text.rstrip(REPLACEMENT)
             ids = last.prompt_ids + last.token_ids
         else: # after a stop text or Ctrl-C, token_ids has tokens that the user did not see
@@ -306,11 +304,23 @@ COMMANDS = {
 }
 
 
+def require_setting(name: str) -> None:
+    """Raises ValueError unless a command may change this setting."""
+    if name in TYPES:
+        return
+    if name in find_settings(SCRIPT):
+        raise ValueError(f":{name} is fixed in a session: start another one with --{name}=...")
+    near = suggest(name, [*COMMANDS, *TYPES])
+    raise ValueError(f"unknown command ':{name:.100}'{near}; :help lists all commands; put a "
+                     "prompt that begins with a colon in quotes")
+
+
 def setting_value(name: str, text: str) -> Any:
     """The value that a user has typed for a setting. Raises ValueError if it is of another type."""
     if name == "seed" and text == "random":
         return choose_seed(text, ":seed")
-    if name == "stop" and text in ("\\n", "'\"\\n\"'"): # from the shell, where the outer quotes go
+    # A newline is meant: a shell would take the outer quotes away.
+    if name == "stop" and text in ("\\n", "'\"\\n\"'"):
         text = '"\\n"'
     return parse(name, text, TYPES[name])
 
@@ -321,7 +331,8 @@ def complete(line: str, index: int) -> str | None:
     """
     names = [f":{name}" for name in [*COMMANDS, *TYPES] if len(name) > 1]
     commands = [name for name in names if name.startswith(line)]
-    return [*(commands or [f"{line}\t"]), None][index]
+    matches = commands or [f"{line}\t"]
+    return matches[index] if index < len(matches) else None
 
 
 def read_line() -> str:
@@ -335,5 +346,6 @@ def read_line() -> str:
             end_line()
         raise EOFError from None
     line = line.removeprefix("\ufeff").removesuffix("\r") # a file may come from Windows
-    # A single line, pasted with its newline.
-    return line.removesuffix("\n") if line.count("\n") == 1 else line
+    if line.count("\n") == 1: # a single line, pasted with its newline
+        line = line.removesuffix("\n")
+    return line

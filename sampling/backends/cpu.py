@@ -1,7 +1,7 @@
 """The backend for CPUs: kernels compiled by numba, layer by layer, on the checkpoint's own weights.
 
-Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B *
-T.
+Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary,
+R = B * T.
 """
 import logging
 from collections.abc import Mapping
@@ -70,7 +70,8 @@ class LayerNorm:
         self.weight = as_array(weight.float())
         self.bias = as_array(bias.float())
         self.epsilon = epsilon
-        # The number of threads of the Linears around it: another one costs more than it saves.
+        # So much work gets as many threads as the Linears around it. To change their number costs
+        # more than it saves.
         self.work_per_row = len(weight) ** 2
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
@@ -80,9 +81,10 @@ class LayerNorm:
 
 
 class CPUBackend(Backend):
-    """Computes the logits of a GPT, without copying its float32 weights, which are named as
-    nanoGPT's. int8: round those that are not QuantizedWeights yet; activations and sums are float32
-    all the same. draft: whether an int8 copy of a float32 model may propose tokens.
+    """Computes the logits of a GPT. Its float32 weights, named as nanoGPT's, are not copied.
+
+    int8: round those that are not QuantizedWeights yet. Activations and sums stay float32.
+    draft: whether a float32 model may make an int8 copy of itself, which proposes tokens.
     """
     device = torch.device("cpu")
     max_window_tokens = 1280
@@ -103,12 +105,13 @@ class CPUBackend(Backend):
         self.config = config
         self.weights = weights
         self.dtype = torch.int8 if int8 else torch.float32
-        self.draft: CPUBackend | None = None
-        self.may_draft = draft and not int8 and num_step_weights(config) >= MIN_DRAFT_WEIGHTS
-        self.draft_lock = RLock()
+        self.draft: CPUBackend | None = None # the copy, once draft_for has made it
+        self.may_make_draft = draft and not int8 and num_step_weights(config) >= MIN_DRAFT_WEIGHTS
+        self.draft_lock = RLock() # a signal handler may sample, too
         load_kernels(self.dtype_name)
         self.lm_head = linear("lm_head")
-        self.wte = self.lm_head # only its rows are used
+        # The embedding is a Linear too, of which only the rows are used.
+        self.wte = self.lm_head
         if not config.tie_word_embeddings:
             self.wte = linear("transformer.wte")
         self.wpe = as_array(weights["transformer.wpe.weight"].float())
@@ -122,11 +125,12 @@ class CPUBackend(Backend):
             self.blocks.append((*norms, *linears))
 
     def draft_for(self, num_tokens: int) -> "CPUBackend | None":
-        """The int8 copy, which is made when it pays for the first time."""
+        """The int8 copy. The first sample that it pays for makes it; all later ones get it too."""
         with self.draft_lock:
-            if self.may_draft and num_tokens >= MIN_DRAFT_TOKENS:
-                self.may_draft = False
-                if has_numba(is_required=False): # the working directory may be another one now
+            if self.may_make_draft and num_tokens >= MIN_DRAFT_TOKENS:
+                self.may_make_draft = False
+                # It may have changed: numba reads a .numba_config.yaml in the working directory.
+                if has_numba(is_required=False):
                     self.draft = CPUBackend(self.config, self.weights, int8=True)
                     logger.info("draft: a copy of the model in int8")
         return self.draft

@@ -13,8 +13,8 @@ from shlex import quote
 from typing import Any
 
 from sampling.checkpoints.untrusted_files import (
+    ANNOUNCED_WAITS,
     MAX_CONFIG_BYTES,
-    UNFINISHED,
     RejectedFileError,
     file_state,
     read_json,
@@ -58,7 +58,7 @@ def huggingface_config(folder: Path) -> dict | None:
     if not path.is_file():
         return None
     config = read_json(path, MAX_CONFIG_BYTES)
-    # In 2019, it named no architecture.
+    # A config.json of 2019 has only sizes, and no model_type.
     has_sizes = all(config.keys() & names for names in ALIASES.items())
     return config if "model_type" in config or has_sizes else None
 
@@ -77,9 +77,9 @@ def huggingface_folder(path: Path) -> Path:
     is_part = WEIGHTS.fullmatch(path.name) or path.name == "config.json"
     if not (is_part and os.path.isfile(path) and has_weights(path.parent)):
         return path
-    # From a folder with both, the safetensors would be read, and not this file.
-    is_other = path.suffix == ".bin" and any(path.parent.glob("model*.safetensors"))
-    return path if is_other else path.parent
+    # From a folder with safetensors, a .bin file is not read.
+    is_unread = path.suffix == ".bin" and any(path.parent.glob("model*.safetensors"))
+    return path if is_unread else path.parent
 
 
 # ---- what to do where no model is found
@@ -94,19 +94,19 @@ def flag_for(path: Path) -> str:
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
     """Those of these paths that hold a model, each once."""
-    def age(path: Path) -> tuple:
-        step = re.fullmatch(r"checkpoint-(\d+)", path.name) # a Trainer's; copies may have any time
+    def newness(path: Path) -> tuple:
+        # A Trainer numbers its folders; copies of them may have any time.
+        step = re.fullmatch(r"checkpoint-(\d+)", path.name)
         files = filter(os.path.isfile, (path / "ckpt.pt", path / "config.json"))
         changed = os.path.getmtime(next(files, path))
         return int(step[1]) if step else -1, changed, path.name
 
     models = {os.path.realpath(path): path for path in paths if flag_for(path)}
-    return sorted(models.values(), key=age, reverse=True)
+    return sorted(models.values(), key=newness, reverse=True)
 
 
 def advice(path: Path) -> str:
-    """Which models are at path, in it, or else near it, and the flag that loads the first of them.
-    """
+    """Which models are at path, in it, or else near it, and the flag that loads the first one."""
     wanted = checkpoint_path(path)
     for part in wanted, *wanted.parents:
         if os.path.islink(part) and not os.path.exists(part):
@@ -114,14 +114,17 @@ def advice(path: Path) -> str:
                     "replace the link")
         if os.path.isdir(part) and not os.access(part, os.X_OK):
             return f"you have no permission to look into {part}: ask its owner for a copy"
+    # A missing path may be called like a file.
     place = path
     if os.path.isfile(path) or (SAVED.fullmatch(path.name) and not os.path.isdir(path)):
         place = path.parent
+    # The folder of a file counts only as a whole Hugging Face model. Its files come next.
     itself = [place] if place == path or has_weights(place) else []
     here = [path, *sorted(place.glob("*"))]
     deeper = [*sorted(place.glob("*/*")), *place.glob("*/snapshots/*")]
     near = [place.parent, *place.parent.glob("*"), *Path().glob("*")]
     beside = [folder for folder in near if os.path.isdir(folder)]
+    # From near to far. Where like is no folder, similar names come first.
     for like, places in (place, itself), (path, here), (place, deeper), (place, beside):
         answer = found(like, places) or describe_other(places)
         if answer:
@@ -129,24 +132,24 @@ def advice(path: Path) -> str:
     return "pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2"
 
 
-def found(path: Path, places: Iterable[Path]) -> str:
-    """Which places hold a model: first those called like a path that is no folder, then the newest.
-    '' if none.
+def found(like: Path, places: Iterable[Path]) -> str:
+    """Which places hold a model, and the flag of the first one; '' if none. The newest comes first,
+    or before it, what is called like a path that is no folder.
     """
     names = [str(model) for model in newest_first(places)]
     if not names:
         return ""
-    if not os.path.isdir(path):
-        nearest = difflib.get_close_matches(str(path), names, len(names))
+    if not os.path.isdir(like):
+        nearest = difflib.get_close_matches(str(like), names, len(names))
         names = list(dict.fromkeys([*nearest, *names]))
     first = Path(names[0])
     if WEIGHTS.fullmatch(first.name):
         return (f"{first} lacks its config.json: copy that beside it, and pass "
                 f"--init_from={quote(str(first.parent))}; for weights that nanoGPT trained, "
                 f"pass {flag_for(first)}")
-    if first == path and os.path.isdir(path):
-        kind = "ckpt.pt" if os.path.isfile(path / "ckpt.pt") else "a Hugging Face model"
-        return f"{path} holds {kind}; pass {flag_for(first)}"
+    if first == like and os.path.isdir(like):
+        kind = "ckpt.pt" if os.path.isfile(like / "ckpt.pt") else "a Hugging Face model"
+        return f"{like} holds {kind}; pass {flag_for(first)}"
     if len(names) > 5:
         names[5:] = ["..."]
     return f"found {', '.join(names)}; pass {flag_for(first)}"
@@ -165,31 +168,31 @@ def describe_other(files: Iterable[Path]) -> str:
 # ---- waiting for the next save
 
 def load_saves(out_dir: str | Path, load: Callable[[], Any]) -> Iterator[Any]:
-    """Wait until there is a checkpoint in out_dir, and yield what load returns, which has that
-    checkpoint; then again whenever it is saved anew. A file that is no whole checkpoint may become
-    one.
+    """Wait for a checkpoint in out_dir, and yield what load returns for it; then again after each
+    new save. If load rejects the file, wait for its next save: it may be whole then.
     """
     last = None
     while True:
         path = checkpoint_path(out_dir)
         state = file_state(path)
         if state is None or last is not None:
-            if path not in UNFINISHED:
+            if path not in ANNOUNCED_WAITS:
                 logger.info(f"waiting for the {'next' if last else 'first'} save of {path}")
             state = wait_for_save(out_dir, last)
             path = checkpoint_path(out_dir)
         try:
             model = load()
-            # A training may have saved a newer one between the wait and the load.
-            last = model.checkpoint.file_state or state
-            yield model
-            model = None # its memory must be free before the next model is loaded
-            UNFINISHED.discard(path)
         except (FileNotFoundError, RejectedFileError) as error:
-            if path not in UNFINISHED:
+            if path not in ANNOUNCED_WAITS:
                 logger.warning(f"{error}; waiting for the next save of {path}")
+                ANNOUNCED_WAITS.add(path)
             last = state
-            UNFINISHED.add(path)
+            continue
+        ANNOUNCED_WAITS.discard(path)
+        # A training may have saved a newer one between the wait and the load.
+        last = model.checkpoint.file_state or state
+        yield model
+        model = None # its memory must be free before the next model is loaded
 
 
 def wait_for_save(out_dir: str | Path, last: tuple | None) -> tuple:

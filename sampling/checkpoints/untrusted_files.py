@@ -19,8 +19,8 @@ MAX_WAIT = 10
 POLL = 0.01
 MAX_CONFIG_BYTES = 2**20 # of a config.json: parsing it takes many times its size in memory
 MAX_TEXT_BYTES = 2**26 # of other files, such as a tokenizer.json
-# The paths of files whose next save a run waits for, and has said so.
-UNFINISHED: set[object] = set()
+# The paths of files whose next save a run waits for, and has said so: the line comes once.
+ANNOUNCED_WAITS: set[object] = set()
 
 
 # ---- errors
@@ -115,7 +115,7 @@ def read_complete(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
         except OSError: # a writer may remove the file before it writes it again
             if not is_waiting:
                 raise
-        if not (is_waiting or source in UNFINISHED):
+        if not (is_waiting or source in ANNOUNCED_WAITS):
             logger.info(f"{source} is being written: waiting")
         is_waiting = True
         time.sleep(POLL)

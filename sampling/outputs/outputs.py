@@ -1,6 +1,4 @@
-"""What becomes of the samples of a run: lines in out_file, a page that is made from them, and what
-the user sees.
-"""
+"""Where samples go: lines in out_file, a page that is made from them, and the user's screen."""
 import logging
 import os
 import sys
@@ -13,7 +11,7 @@ from sampling.outputs.console import before_exit, plural
 from sampling.outputs.html import write_page
 from sampling.outputs.jsonl import PAGE, LinesFile, Record, Run, open_output, run_settings
 from sampling.outputs.printer import RULE, Printer, Progress
-from sampling.params import Piece, Result, Score, Settings
+from sampling.params import Piece, Result, Score, Settings, is_same_file
 from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch
@@ -23,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class OutputFiles:
-    """out_file and html_file of a run, for one model, or with watch for several.
+    """The files that a run writes: out_file and html_file. With watch, several models share them.
 
-    The page html_file is made of the lines of out_file. Without an out_file, they go to the file of
-    the same name with .jsonl. The first write removes the lines of another run, if overwrite allows
-    it: a run that fails earlier changes no file.
+    html_file is made from the lines in out_file. Without an out_file, they go to a file named as
+    html_file, with .jsonl. If overwrite allows it, the first write removes the lines of another
+    run: a run that fails earlier changes no file.
     Raises ValueError or OSError, which names the file, if one of them cannot be used.
     """
 
@@ -44,8 +42,7 @@ class OutputFiles:
         self.lines = None
         if path is not None:
             kind, prompts = parse_start(start)
-            is_prompts = kind != "TEXT" and os.path.realpath(path) == os.path.realpath(prompts)
-            if is_prompts and os.path.exists(path):
+            if kind != "TEXT" and os.path.exists(path) and is_same_file(path, prompts):
                 raise ValueError(f"{path} is the file of the prompts: give out_file another name")
             self.lines = LinesFile(path)
             before_exit.append(self.close)
@@ -54,12 +51,14 @@ class OutputFiles:
             self.check_page()
 
     def check_page(self) -> None:
+        """Raises ValueError or OSError unless html_file can be written, and may be replaced."""
         is_new = not os.path.exists(self.html_file)
         with open_output(self.html_file) as page:
             page.seek(0)
             begin = page.read(200)
-        if is_new: # it only shows that the page can be written
+        if is_new: # open_output has created it, which shows that it can be written
             os.unlink(os.path.realpath(self.html_file))
+        # A run that continues its lines makes their page again.
         may_replace = self.overwrite or (self.lines.size and PAGE.match(begin))
         if begin and not may_replace:
             raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give "
@@ -81,8 +80,9 @@ class OutputFiles:
         size = lines.size
         if status in (130, 143): # Ctrl-C, SIGTERM
             self.log_resume()
-        if lines.is_new and size == 0: # while it is locked
-            os.unlink(os.path.realpath(lines.path)) # a link stays
+        if lines.is_new and size == 0:
+            # The file is still locked, so no other run uses it. A link to it stays.
+            os.unlink(os.path.realpath(lines.path))
         lines.file.close()
 
     def log_resume(self) -> None:
@@ -109,11 +109,12 @@ class Outputs:
         self.watch = settings["watch"]
         self.files = files
         self.device = gpt.backend.device
-        kept = run_settings(settings, gpt.backend.device.type, gpt.backend.dtype_name)
+        kept = run_settings(settings, self.device.type, gpt.backend.dtype_name)
         self.run = Run(checkpoint_id(gpt), kept)
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams_always=False)
         self.streams = self.printer.streams
-        if self.watch and self.streams and not files.prints_lines: # a file gets only samples
+        # On a terminal, name the checkpoint. A file or a pipe gets only samples.
+        if self.watch and self.streams and not files.prints_lines:
             self.printer.write(f"{gpt.checkpoint.describe()}\n{RULE}\n")
         shows_text = settings["show_probs"] or not settings["score"]
         max_new_tokens = None if settings["score"] else settings["max_new_tokens"]
@@ -124,6 +125,7 @@ class Outputs:
         as saved.
         """
         lines = self.files.lines
+        # With overwrite, the first model replaces the lines. With watch, later ones continue them.
         if lines and (lines.is_ours or not self.files.overwrite):
             samples = lines.mark_saved(samples, self.run, self.watch)
         for sample in self.progress.follow(samples):
@@ -157,10 +159,12 @@ class Outputs:
 
 
 def checkpoint_id(gpt: "TextGenerator") -> Record:
-    """What a line says about the checkpoint. The checksum is also that of the vocabulary."""
+    """What a line says about the checkpoint. crc32: of the checkpoint and the vocabulary."""
     checkpoint = gpt.checkpoint
     vocabulary = gpt.tokenizer.fingerprint().encode("utf-8", "replace")
     checksum = zlib.crc32(vocabulary, int(checkpoint.crc32, 16))
     loss = checkpoint.val_loss
+    if loss is not None:
+        loss = round(loss, 4) + 0.0 # never -0.0
     return {"path": checkpoint.path, "crc32": f"{checksum:08x}", "iter_num": checkpoint.iter_num,
-            "val_loss": loss and round(loss, 4) + 0.0}
+            "val_loss": loss}

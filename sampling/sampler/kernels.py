@@ -14,7 +14,7 @@ from sampling.sampler.row_streams import RowStreams, RunStream
 
 Array = np.ndarray
 inner = njit(**jit.OPTIONS) # without fastmath: the numbers are torch's to the last bit
-NUM_COLUMNS = 1024 # each of them has one of the largest logits
+NUM_COLUMNS = 1024 # in find_candidates, which takes the largest logit of each column
 WORK_PER_LOGIT = 8 # multiply-adds that take as long
 MINUS_INFINITY = np.float32(-np.inf)
 
@@ -28,8 +28,8 @@ def mix(word: np.uint32, next_word: np.uint32) -> np.uint32:
 
 @inner
 def twist(words: Array) -> None:
-    """Replace a block of MT19937 by the next one. No loop reads what it has written less than 227
-    words before, so LLVM vectorises them.
+    """Replace a block of MT19937 by the next one, in three loops that LLVM can vectorise: a loop
+    reads only words that it has not written yet, or wrote at least 227 words before.
     """
     for i in range(227):
         words[i] = words[i + 397] ^ mix(words[i], words[i + 1])
@@ -50,8 +50,9 @@ def temper(word: np.uint32) -> np.uint32:
 
 @inner
 def draw_row(words: Array, place: int, numbers: Array) -> int:
-    """Fill numbers (V,) with 64 random bits each. words: a block, of which place words are used.
-    Returns the place after them, in a block that has replaced the first one.
+    """Fill numbers (V,) with 64 random bits each. words (624,): the generator's block, which the
+    next block replaces when it is used up. place: how many of its words are used. Returns the new
+    place.
     """
     halves = np.empty(2 * len(numbers), np.uint32)
     num_done = 0
@@ -74,11 +75,10 @@ def draw_row(words: Array, place: int, numbers: Array) -> int:
 
 @jit.parallel
 def draw(words: Array, places: Array, is_drawn: Array, numbers: Array) -> None:
-    """Fill the rows of numbers (B, V) that are drawn with 64 random bits for each, as torch's
-    random_ does.
+    """Fill numbers (B, V) with 64 random bits each, as torch's random_ does, in the rows for which
+    is_drawn (B,) is True.
 
-    words (B, 624), places (B,): the state of a generator for each row, which advances. is_drawn:
-    (B,).
+    words (B, 624), places (B,): the state of each row's generator, which advances.
     """
     for r in prange(len(numbers)):
         if is_drawn[r]:
@@ -90,16 +90,17 @@ def find_candidates(logits: Array, k: int) -> Array:
     """The ids of the k largest logits (V,) and of all that equal the k-th of them, in ascending
     order.
     """
+    # 1) A bound that the k-th largest logit reaches. Each column has its own largest logit, and the
+    # k largest of these are k logits, so the k-th largest of all is not below the last of them.
     bound = MINUS_INFINITY
     if k < NUM_COLUMNS < len(logits):
-        # The largest logits of k columns are k logits, so the k-th largest of all reaches the least
-        # of these.
         tops = np.full(NUM_COLUMNS, bound)
         for start in range(0, len(logits), NUM_COLUMNS):
             row = logits[start:start + NUM_COLUMNS]
             for i in range(len(row)):
                 tops[i] = row[i] if row[i] > tops[i] else tops[i] # max() would not be vectorised
         bound = np.partition(tops, NUM_COLUMNS - k)[NUM_COLUMNS - k]
+    # 2) The ids of all logits that reach the bound.
     ids = np.empty(len(logits), np.int32)
     num_found = 0
     for start in range(0, len(logits), 64):
@@ -116,6 +117,7 @@ def find_candidates(logits: Array, k: int) -> Array:
     ids = ids[:num_found]
     if num_found <= k:
         return ids
+    # 3) Of these, the k largest, with all ties.
     found = logits[ids]
     kth = np.partition(found, num_found - k)[num_found - k]
     return ids[found >= kth]
@@ -123,8 +125,8 @@ def find_candidates(logits: Array, k: int) -> Array:
 
 @inner
 def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.float32]:
-    """The id with the largest score: probability / -log(1 - u), where 53 of the 64 random bits are
-    u. And how far it is ahead of the next score: the difference of their logarithms.
+    """The id with the largest score, and how far this score is ahead of the next one, as the
+    difference of their logarithms. A score is probability / -log(1 - u); u is 53 random bits.
     """
     ids = find_candidates(logits, k)
     largest = MINUS_INFINITY
@@ -135,8 +137,8 @@ def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.floa
     for i in ids:
         probability = np.exp(logits[i] - largest) # times a constant, which changes no order
         u = np.float64(numbers[i] & np.int64(2**53 - 1)) * 2.0**-53
-        # -log(1 - u) is at least u, so without a logarithm, which takes longest, most scores are
-        # known to be too small.
+        # -log(1 - u) >= u, so a score is at most probability / u. Most scores are too small by this
+        # alone, and need no logarithm, which takes longest. 0.999999 allows for rounding.
         if probability < second * u * 0.999999:
             continue
         score = probability / np.float32(-np.log1p(-u))

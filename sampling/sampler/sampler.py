@@ -26,10 +26,13 @@ class Sampler:
 
     full_vocabulary: for top_k, mask all V logits, as nanoGPT does, without waiting for a GPU.
     Otherwise, continue with the K largest if they have all ties with the k-th, which takes half of
-    the time, and a twentieth with top_p. in_logits_dtype: apply temperature and top_k in the dtype
-    of the logits, as nanoGPT does under autocast; otherwise, and in all other steps, compute in
-    float32. kernel: chooses instead of torch if only temperature and top_k are set: see choose_ids
-    in kernels.py.
+    the time, and a twentieth with top_p.
+
+    in_logits_dtype: apply temperature and top_k in the dtype of the logits, as nanoGPT does under
+    autocast. Otherwise, and in all other steps, compute in float32.
+
+    kernel: chooses instead of torch if only temperature and top_k are set: see choose_ids in
+    kernels.py.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int | None = None,
@@ -39,14 +42,15 @@ class Sampler:
         self.penalty = repetition_penalty
         self.temperature = float(temperature)
         self.top_k = top_k
-        self.top_p = top_p
+        self.top_p = top_p if top_p is not None and top_p < 1 else None
         self.min_p = min_p
         self.full_vocabulary = full_vocabulary
         self.is_greedy = temperature == 0
         self.dtype = None if in_logits_dtype else torch.float32 # None: that of the logits
-        has_filter = repetition_penalty != 1 or min_p or (top_p is not None and top_p < 1)
-        is_ordinary = self.temperature * torch.finfo(torch.float32).max > MAX_LOGIT
-        self.kernel = kernel if is_ordinary and not has_filter else None
+        has_filter = repetition_penalty != 1 or min_p or self.top_p is not None
+        is_plain = not has_filter and not self.is_greedy
+        can_use = is_plain and never_overflows(self.temperature, torch.float32)
+        self.kernel = kernel if can_use else None
 
     def __call__(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> Tensor:
         """Logits (B, V) and the ids (B, S) that the model saw -> the next ids (B, 1).
@@ -89,18 +93,18 @@ class Sampler:
             K = self.top_k
             if not self.full_vocabulary:
                 K = min(K + ROOM_FOR_TIES, logits.size(-1))
-            # (B, K); sorting takes a GPU longer.
-            largest, largest_ids = logits.topk(K, sorted=not self.full_vocabulary)
-            # Ties with it stay, as in nanoGPT.
+            # A GPU takes longer to sort them.
+            largest, largest_ids = logits.topk(K, sorted=not self.full_vocabulary) # (B, K) each
+            # Ties with the k-th stay, as in nanoGPT.
             kth = largest[:, :self.top_k].amin(dim=-1, keepdim=True)
             if not self.full_vocabulary and not (largest[:, -1:] == kth).any():
-                # Mask_top_p removes equal logits in the order of their ids.
+                # In the order of their ids: mask_top_p removes equal logits in this order.
                 candidates, order = largest_ids.sort()
                 logits = largest.gather(1, order)
                 noise = noise.gather(1, candidates)
             logits = logits.masked_fill(logits < kth, -torch.inf)
         logits = logits.float()
-        if self.top_p is not None and self.top_p < 1:
+        if self.top_p is not None:
             logits = mask_top_p(logits, self.top_p)
         if self.min_p: # Nguyen et al., 2024
             probs = logits.softmax(dim=-1)
@@ -122,12 +126,17 @@ class Sampler:
         return -float((best if self.is_greedy else best.log()).diff())
 
 
+def never_overflows(temperature: float, dtype: torch.dtype) -> bool:
+    """Whether logits / temperature stays finite: no model has a logit above MAX_LOGIT."""
+    return temperature * torch.finfo(dtype).max > MAX_LOGIT
+
+
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits (B, V) by a temperature above 0. nanoGPT fails if the largest logit of a row
     overflows.
     """
     scaled = logits / temperature
-    if temperature * torch.finfo(logits.dtype).max > MAX_LOGIT: # nothing overflows
+    if never_overflows(temperature, logits.dtype):
         return scaled
     # What the probabilities are in the limit of low temperatures: only the largest logits are left.
     largest = logits.amax(dim=-1, keepdim=True)
