@@ -52,8 +52,7 @@ class Setting(NamedTuple):
 def override(scope: dict[str, Any], arguments: Iterable[str],
              validate: Callable = lambda values, flags: None,
              aliases: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Apply settings files and arguments, in order, to a script's globals(); return all settings by
-    name.
+    """Apply settings files and arguments, in order, to a script's globals(). Returns all settings.
 
     validate gets all settings, and the names of those that flags set. Its ValueError has the
     attribute names: which settings it is about. aliases: what to suggest for names of other
@@ -175,9 +174,7 @@ def to_argument(name: str, setting: Setting) -> str:
 
 def parse_argument(arguments: list[str], settings: dict[str, Setting],
                    aliases: Mapping[str, str]) -> tuple[str, Any]:
-    """Pop --key=value, --key value or a bare --key (for True) from the front of arguments; return
-    name and value.
-    """
+    """Pop --key=value, --key value or a bare --key (for True) off arguments: name and value."""
     key, equals, text = arguments.pop(0).partition("=")
     name = key.removeprefix("--").replace("-", "_")
     if name not in settings:
@@ -222,8 +219,9 @@ def parse(name: str, text: str, types: list[str]) -> Any:
 
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
-    """Return value if it has one of these types, or a float for an int. The error names label and
-    shows given.
+    """Return value if it has one of these types, or a float for an int.
+
+    The error names label and shows given.
     """
     try:
         value = plain(value)
@@ -257,9 +255,7 @@ def plain(value: Any) -> Any:
 
 
 def read_file(path: str, script: str) -> tuple[str, bytes]:
-    """Return the path and content of a settings file, which is looked up here, then in the script's
-    folder.
-    """
+    """The path and content of a settings file, which is looked up here, then beside the script."""
     if dash := re.match("[\u2010-\u2015\u2212]+", path): # a program for texts makes one of --
         raise ValueError(f"{path!r:.200} begins with U+{ord(path[0]):04X}, not with --: write "
                          f"--{path[dash.end():]:.200}")
@@ -288,8 +284,9 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
 
 def run_file(path: str, source: bytes, scope: dict[str, Any],
              settings: dict[str, Setting]) -> dict[str, Any]:
-    """Run a settings file and return the settings that it changes. The file can use the names in
-    scope.
+    """Run a settings file and return the settings that it changes.
+
+    The file can use the names in scope.
 
     It may define other names, as training files do. Logs a warning for a name like a setting's, or
     if it sets nothing.

@@ -79,9 +79,7 @@ def load(calls: dict[Kernel, tuple]) -> None:
 
 
 def run(kernel: Kernel, work: int, *arguments: Any) -> Any:
-    """Call a kernel with as many threads as its multiply-adds are worth, and at most as many as
-    torch uses.
-    """
+    """Call a kernel with the threads that its multiply-adds are worth, of those torch uses."""
     most = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
     num_threads = min(most, 1 + work // WORK_PER_THREAD)
     # numba keeps the number for each Python thread.

@@ -190,8 +190,9 @@ def as_list(value: Any) -> list:
 
 
 def choose_seed(seed: int | str, flag: str = "--seed") -> int:
-    """Return the seed that the setting asks for. For "random", draw one and log it. flag: how a
-    user sets the seed.
+    """Return the seed that the setting asks for.
+
+    For "random", draw one and log it. flag: how a user sets the seed.
     """
     if seed == "random":
         seed = int.from_bytes(os.urandom(4), "big")
@@ -293,8 +294,10 @@ class Prompt:
 
 
 class Token(NamedTuple):
-    """A token of a text. A token that ends inside a character has no text. The token that completes
-    the character has all of it.
+    """A token of a text.
+
+    A token that ends inside a character has no text. The token that completes the character has all
+    of it.
     """
     id: int
     text: str
@@ -311,8 +314,9 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Sample:
-    """One continuation of a prompt. Until it is finished, finish_reason is None and tokens are
-    appended.
+    """One continuation of a prompt.
+
+    Until it is finished, finish_reason is None and tokens are appended.
     """
     index: int # its number in the run, from 0
     prompt: Prompt

@@ -42,9 +42,10 @@ def torchrun_number(name: str, default: int) -> int:
 
 
 def torchrun_started_this() -> bool:
-    """Whether this process is one of torchrun's. Its TORCHELASTIC_RUN_ID shows that (a cluster,
-    too, may set a RANK), unless it is inherited: a training that torchrun started may call
-    sample.py.
+    """Whether this process is one of torchrun's.
+
+    Its TORCHELASTIC_RUN_ID shows that (a cluster, too, may set a RANK), unless it is inherited: a
+    training that torchrun started may call sample.py.
     """
     pid = os.getppid()
     is_named = "TORCHELASTIC_RUN_ID" in os.environ
@@ -70,17 +71,19 @@ def world_size() -> int:
 
 
 def expand_home(path: str | None) -> str | None:
-    """A path with the home folder for a leading ~, unless a file is called so. In --out_dir=~/x, no
-    shell does it.
+    """A path with the home folder for a leading ~, unless a file is called so.
+
+    In --out_dir=~/x, no shell does it.
     """
     return os.path.expanduser(path) if path and not os.path.lexists(path) else path
 
 
 @contextmanager
 def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]]:
-    """Put folders first on sys.path inside this block. No module of this package, nor one of this
-    name, hides theirs. At its end, the modules from there leave sys.modules, where they would hide
-    others later. The dict gets them.
+    """Put folders first on sys.path inside this block.
+
+    No module of this package, nor one of this name, hides theirs. At its end, the modules from
+    there leave sys.modules, where they would hide others later. The dict gets them.
     """
     found: dict[str, ModuleType] = {}
     taken = {name}
@@ -110,10 +113,11 @@ def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]
 
 @contextmanager
 def system_interrupts() -> Iterator[None]:
-    """Let the system end the script's own process at Ctrl-C or SIGTERM inside this block. Python
-    calls a handler only between two operations, and a stranger's file can ask for one that takes
-    minutes. Process 1, the first one of a container, keeps Python's handlers: for it, the system
-    ignores these signals.
+    """Let the system end the script's own process at Ctrl-C or SIGTERM inside this block.
+
+    Python calls a handler only between two operations, and a stranger's file can ask for one that
+    takes minutes. Process 1, the first one of a container, keeps Python's handlers: for it, the
+    system ignores these signals.
     """
     ours = {} # the other handlers are the system's
     if owns_process and os.getpid() != 1:
@@ -135,8 +139,9 @@ def first_sentence(error: BaseException) -> str:
 
 
 def shorten_spinning() -> None:
-    """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is
-    imported.
+    """Make OpenMP's threads sleep soon while they wait for each other.
+
+    Call this before torch is imported.
 
     By default they spin for up to 20 ms, on cores that others may need. On two cores of an Intel
     Xeon, GPT-2 in int8 generates 101 tokens/s if they spin for a tenth of a millisecond, and 72 if
@@ -165,9 +170,7 @@ def cores_are_busy() -> bool:
 
 
 def check_fork() -> None:
-    """Raises RuntimeError in a fork of a process that called this: without its threads, torch would
-    hang for ever.
-    """
+    """Raises RuntimeError in a fork of a process that called this: torch would hang there."""
     global first_pid
     first_pid = first_pid or os.getpid()
     if first_pid != os.getpid():
@@ -178,9 +181,7 @@ def check_fork() -> None:
 
 
 def cpu_limits() -> Iterator[int]:
-    """How many cores each control group (version 2) of this process, such as a container, has the
-    time of.
-    """
+    """The cores of which each control group (version 2), such as a container, has the time."""
     with suppress(OSError): # not Linux
         own = OWN_CGROUPS.read_text().partition("0::")[2] # such as "0::/docker/1f"
         group = CGROUPS / own.strip("/\n")
@@ -235,8 +236,9 @@ def numba_failure() -> str:
 
 
 def peak_memory(device: "torch.device") -> int | None:
-    """The peak memory of this process in bytes: of the GPU if device is one, otherwise RAM. None if
-    unknown.
+    """The peak memory of this process in bytes: of the GPU if device is one, otherwise RAM.
+
+    None if unknown.
     """
     if device.type == "cuda":
         import torch
@@ -249,8 +251,10 @@ def peak_memory(device: "torch.device") -> int | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several
-    messages for it. Those of other types may quote a file, which could say anything.
+    """Whether an exception, or its cause, means out of memory.
+
+    torch and oneDNN have several messages for it. Those of other types may quote a file, which
+    could say anything.
     """
     if error is None:
         return False
@@ -274,9 +278,7 @@ def limit_malloc_trim() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the GPU and the system: the C library keeps what lies below memory in
-    use.
-    """
+    """Return freed memory: the C library keeps what lies below memory in use."""
     import torch
     if torch.cuda.is_initialized():
         # torch 2.10 to 2.12, once the capture of a CUDA graph has failed.

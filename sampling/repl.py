@@ -187,8 +187,9 @@ class Session:
         self.printer.print_total()
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> bool:
-        """Generate a sample, and stream it to the terminal. Ctrl-C ends it after a step; then
-        return False.
+        """Generate a sample, and stream it to the terminal.
+
+        Ctrl-C ends it after a step; then return False.
         """
         gpt = self.require_model()
         interrupts = []
@@ -326,8 +327,9 @@ def setting_value(name: str, text: str) -> Any:
 
 
 def complete(line: str, index: int) -> str | None:
-    """For readline: the command with this index among those that begin with line. In a prompt, Tab
-    is a character.
+    """For readline: the command with this index among those that begin with line.
+
+    In a prompt, Tab is a character.
     """
     names = [f":{name}" for name in [*COMMANDS, *TYPES] if len(name) > 1]
     commands = [name for name in names if name.startswith(line)]
@@ -336,8 +338,9 @@ def complete(line: str, index: int) -> str | None:
 
 
 def read_line() -> str:
-    """Read a line, or several that were pasted. A user at a terminal sees "> " first. Raises
-    EOFError at Ctrl-D.
+    """Read a line, or several that were pasted.
+
+    A user at a terminal sees "> " first. Raises EOFError at Ctrl-D.
     """
     try:
         line = input("> " if is_tty(sys.stdin) and is_tty(sys.stdout) else "")

@@ -59,8 +59,10 @@ class TextGenerator:
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None,
                  num_samples: int = 1, batch_size: int | None = None,
                  **settings: Any) -> list[Sample]:
-        """Generate num_samples samples for each prompt, in order. batch_size=None: the backend
-        decides. settings: fields of SamplingParams, in place of those of params.
+        """Generate num_samples samples for each prompt, in order.
+
+        batch_size=None: the backend decides. settings: fields of SamplingParams, in place of those
+        of params.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
         samples = self.make_samples(prompts, num_samples)
@@ -102,8 +104,9 @@ class TextGenerator:
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
             batch_size: int | None = None, stream: bool = False,
             **settings: Any) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Generate samples, or score them: see Engine.generate and score_texts. Yields each with
-        its new text.
+        """Generate samples, or score them: see Engine.generate and score_texts.
+
+        Yields each with its new text.
         """
         check_fork()
         params = DEFAULT_PARAMS if params is None else params

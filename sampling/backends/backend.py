@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class Backend:
-    """A GPT prepared for one kind of device. Each subclass defines new_cache and logits, and what
-    differs by device.
+    """A GPT prepared for one kind of device.
+
+    Each subclass defines new_cache and logits, and what differs by device.
 
     All backends compute the same logits, up to rounding.
     """
@@ -67,6 +68,7 @@ class Backend:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """The context of each step: without gradients, and under autocast for half precision.
+
         Outside of the caller's inference mode, because its tensors could not be changed elsewhere.
         """
         # Operators that name no device use the CPU, not the caller's default device.

@@ -30,8 +30,9 @@ MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
 
 
 class Linear:
-    """A Linear of the model, on its weight (O, I) in float32 or int8. It also applies GELU, or
-    adds a residual.
+    """A Linear of the model, on its weight (O, I) in float32 or int8.
+
+    It also applies GELU, or adds a residual.
     """
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None):

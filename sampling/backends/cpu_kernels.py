@@ -33,8 +33,9 @@ parallel = partial(jit.parallel, fastmath=FLAGS)
 
 @inner
 def exp(x: np.float32) -> np.float32:
-    """exp(x) for x <= 0, to float32 accuracy, but exp(-87) for smaller x. LLVM vectorises it, but
-    not math.exp.
+    """exp(x) for x <= 0, to float32 accuracy, but exp(-87) for smaller x.
+
+    LLVM vectorises it, but not math.exp.
 
     exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and
     |rest| is at most log(2) / 2.
@@ -96,9 +97,10 @@ def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: 
 
 @inner
 def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
-    """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x. Four
-    rows of the weight that lie far apart are four streams for the prefetcher, which one core needs
-    to read memory at its full rate.
+    """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x.
+
+    Four rows of the weight that lie far apart are four streams for the prefetcher, which one core
+    needs to read memory at its full rate.
     """
     for o in range(first, last):
         o1 = o + quarter
@@ -122,8 +124,7 @@ def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: i
 
 @inner
 def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
-    """Outputs first to last of all rows, and those of the other quarters: y[r, o] = weight[o] @
-    x[r].
+    """Outputs first to last of all rows, and of the other quarters: y[r, o] = weight[o] @ x[r].
 
     OUTPUTS times five sums are computed at once, in registers. Four rows of the weight lie far
     apart for the same reason as in one_row, and serve GROUP rows of x while they are in the L1
@@ -190,8 +191,9 @@ def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: 
 
 def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int,
            residual: Array) -> Array:
-    """x (R, I) @ weight (O, I).T, and the epilogue -> (R, O). scales, bias: (O,). residual: (R, O)
-    or (1, 0).
+    """x (R, I) @ weight (O, I).T, and the epilogue -> (R, O).
+
+    scales, bias: (O,). residual: (R, O) or (1, 0).
     """
     y = np.empty((len(x), len(weight)), np.float32)
     quarter = len(weight) // 4

@@ -30,9 +30,10 @@ free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class StaticCache(KVCache):
-    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place. It
-    refers to no step and no backend, which refer to it: such a cycle would keep its memory until a
-    garbage collection.
+    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place.
+
+    It refers to no step and no backend, which refer to it: such a cycle would keep its memory until
+    a garbage collection.
     """
 
     def __init__(self, model: GPT, num_rows: int, capacity: int, device: torch.device):
@@ -168,8 +169,9 @@ class CUDABackend(EagerBackend):
         return graph, logits
 
     def disable_graphs(self, error: Exception) -> None:
-        """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be
-        used any more.
+        """Continue without CUDA graphs after this error.
+
+        Raises ValueError if the GPU cannot be used any more.
         """
         while error.__context__ is not None: # the first error says more than those that it caused
             error = error.__context__
@@ -207,9 +209,7 @@ class CUDABackend(EagerBackend):
         return False
 
     def decode_step(self, cache: StaticCache, num_keys: int) -> Tensor:
-        """Process cache.token at cache.position, attending to the S = num_keys first positions ->
-        logits (B, V).
-        """
+        """Process cache.token at cache.position, with S = num_keys -> logits (B, V)."""
         transformer = self.model.transformer
         x = transformer.wte(cache.token) + transformer.wpe(cache.position) # (B, 1, E)
         zeros = torch.zeros(1, num_keys, device=self.device, dtype=cache.layers[0].dtype)
@@ -223,8 +223,10 @@ class CUDABackend(EagerBackend):
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor,
                num_keys: int) -> Tensor:
-    """Block.forward for one more token: (B, 1, E) -> (B, 1, E). Its key and value go into layer (2,
-    B, H, capacity, D). mask (1, S) is added to the scores of the S keys.
+    """Block.forward for one more token: (B, 1, E) -> (B, 1, E).
+
+    Its key and value go into layer (2, B, H, capacity, D). mask (1, S) is added to the scores of
+    the S keys.
     """
     qkv = block.attn.split_heads(block.ln_1(x)) # (B, 1, E) -> (3, B, H, 1, D)
     layer.index_copy_(3, position, qkv[1:])

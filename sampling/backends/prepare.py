@@ -25,8 +25,9 @@ SECONDS_PER_WINDOW_PRODUCT = 2e-10
 
 def choose_device_and_dtype(device: str, dtype: str,
                             is_nanogpts: bool = False) -> tuple[torch.device, torch.dtype]:
-    """Where, and with which numbers, a model will compute. First return the freed memory of the
-    model before it.
+    """Where, and with which numbers, a model will compute.
+
+    First return the freed memory of the model before it.
     """
     process.return_freed_memory()
     chosen = choose_device(device)
@@ -69,8 +70,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> torch.dtype:
-    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
-    is_nanogpts: as nanoGPT, which takes bfloat16 even where the GPU emulates it.
+    """The dtype of this name.
+
+    'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere. is_nanogpts: as nanoGPT,
+    which takes bfloat16 even where the GPU emulates it.
     """
     if name == "int8" and device.type != "cpu":
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, "
@@ -131,8 +134,9 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
 
 
 def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | None) -> int | None:
-    """How many steps a run takes in full batches; None if the number of its samples is unknown. The
-    processes that torchrun started do not know theirs, so that all choose the same backend.
+    """How many steps a run takes in full batches; None if the number of its samples is unknown.
+
+    The processes that torchrun started do not know theirs, so that all choose the same backend.
     """
     if num_samples is None or process.world_size() > 1:
         return None
@@ -157,8 +161,9 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype,
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
-    """Cast the Linears once: autocast would do it at every step. The embeddings keep their dtype.
-    Returns model.
+    """Cast the Linears once: autocast would do it at every step.
+
+    The embeddings keep their dtype. Returns model.
     """
     for module in model.modules():
         # A new Parameter would untie a float32 head.

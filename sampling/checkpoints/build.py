@@ -34,8 +34,9 @@ VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 
 @dataclass
 class Checkpoint:
-    """The content of a ckpt.pt, or of the files of a Hugging Face model: data only. Nothing in a
-    file was run.
+    """The content of a ckpt.pt, or of the files of a Hugging Face model: data only.
+
+    Nothing in a file was run.
     """
     # The file, or the folder or Hugging Face id as it was given; for messages and JSONL.
     path: str

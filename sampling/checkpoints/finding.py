@@ -71,9 +71,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def huggingface_folder(path: Path) -> Path:
-    """The folder of a Hugging Face model if path is config.json, or a file of its weights;
-    otherwise path.
-    """
+    """The folder of a Hugging Face model if path is one of its files; otherwise path."""
     is_part = WEIGHTS.fullmatch(path.name) or path.name == "config.json"
     if not (is_part and os.path.isfile(path) and has_weights(path.parent)):
         return path
@@ -133,8 +131,9 @@ def advice(path: Path) -> str:
 
 
 def found(like: Path, places: Iterable[Path]) -> str:
-    """Which places hold a model, and the flag of the first one; '' if none. The newest comes first,
-    or before it, what is called like a path that is no folder.
+    """Which places hold a model, and the flag of the first one; '' if none.
+
+    The newest comes first, or before it, what is called like a path that is no folder.
     """
     names = [str(model) for model in newest_first(places)]
     if not names:

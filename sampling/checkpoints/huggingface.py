@@ -120,9 +120,7 @@ def warn_about_generation_config(folder: Path, config: dict) -> None:
 
 
 def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
-    """If config.json sets another attention scale than 1/sqrt(D), multiply the query weights by the
-    ratio.
-    """
+    """Scale the query weights if config.json sets another attention scale than 1/sqrt(D)."""
     factor = 1.0
     if not config.get("scale_attn_weights", True):
         factor = (sizes.n_embd / sizes.n_head) ** 0.5
@@ -136,8 +134,9 @@ def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
-    """The fields of GPTConfig, from config.json. Raises ValueError if the architecture is not
-    GPT-2's.
+    """The fields of GPTConfig, from config.json.
+
+    Raises ValueError if the architecture is not GPT-2's.
     """
     model_type = config.get("model_type", "gpt2")
     if model_type != "gpt2":
@@ -187,8 +186,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether an id means a model of the hub. One in a folder that is here, or like that of a model
-    here, means no model of a stranger.
+    """Whether an id means a model of the hub.
+
+    One in a folder that is here, or like that of a model here, means no model of a stranger.
     """
     if re.fullmatch(r"([\w-]+/)?(distil)?gpt2(-\w+)?", name):
         return True
@@ -197,8 +197,9 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def download(name: str) -> Path:
-    """Download a model, unless it is in the hub's cache, and return its folder. Raises ValueError
-    if that fails.
+    """Download a model, unless it is in the hub's cache, and return its folder.
+
+    Raises ValueError if that fails.
     """
     from huggingface_hub import snapshot_download
     try:
@@ -237,9 +238,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def read_index(folder: Path, weights: str) -> dict[str, str]:
-    """The name of the file that has each tensor, by the index of these weights; empty if there is
-    none.
-    """
+    """The file of each tensor, by the index of these weights; empty if there is none."""
     path = folder / f"{weights}.index.json"
     if not path.is_file():
         return {}

@@ -83,9 +83,7 @@ def is_edited() -> bool:
 
 
 def require_unedited() -> None:
-    """Raises ValueError if the model.py of this project was edited: not all backends would follow
-    the edit.
-    """
+    """Raises ValueError if this project's model.py was edited: not all backends would follow."""
     if is_edited():
         path = this_model.__file__
         raise ValueError(f"{path}, the model.py of this project, was edited: restore it (git "
@@ -209,8 +207,9 @@ def compare(path: Path, bindings: dict[str, list[Any]]) -> ModelSource:
 
 
 def units(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The units that a name is bound to. Of the class GPT, only the methods that forward uses, or
-    that torch calls.
+    """The units that a name is bound to.
+
+    Of the class GPT, only the methods that forward uses, or that torch calls.
     """
     if isinstance(value, str):
         yield name if name in KNOWN else value, value

@@ -81,9 +81,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
 
 
 def read_gpt(file: BinaryIO, source: ModelSource, dtype: torch.dtype) -> dict:
-    """The fields of a Checkpoint from an open file of nanoGPT's own GPT, with the GELU of this
-    source.
-    """
+    """The fields of a Checkpoint from a file of nanoGPT's own GPT, with the GELU of source."""
     tensor_file = read_tensor_file(file)
     tensors, args_key, args = find_entries(tensor_file)
     try:

@@ -118,9 +118,10 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
 
 @contextmanager
 def importing(path: Path, name: str) -> Iterator[dict[str, ModuleType]]:
-    """In this block, a model.py finds its neighbours, but not those of the one before. The dict
-    gets the modules of its folder. They stay in sys.modules, where pickles look for them, if no
-    other module has the place.
+    """In this block, a model.py finds its neighbours, but not those of the one before.
+
+    The dict gets the modules of its folder. They stay in sys.modules, where pickles look for them,
+    if no other module has the place.
     """
     root = path.parents[name.count(".")]
     with import_lock:
@@ -157,8 +158,10 @@ def module_name(path: Path) -> str:
 
 @contextmanager
 def running(path: Path, what: str) -> Iterator[None]:
-    """Run the user's code in this block. What it prints goes to standard error. An exception
-    becomes a ValueError that names the file and its line.
+    """Run the user's code in this block.
+
+    What it prints goes to standard error. An exception becomes a ValueError that names the file and
+    its line.
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -203,8 +206,9 @@ def count_draws(tensors: dict[str, Tensor]) -> int | None:
 
 
 def load_tensors(path: Path, gpt: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Load the tensors of a checkpoint. Masks, which older checkpoints hold, may be missing or more
-    than needed.
+    """Load the tensors of a checkpoint.
+
+    Masks, which older checkpoints hold, may be missing or more than needed.
     """
     own = gpt.state_dict()
     named = {name: tensor for name, tensor in own.items() if MASK_BUFFER.search(name)}

@@ -215,9 +215,7 @@ def encode(text: Any, encoding: Any) -> bytes | Note:
 
 
 def numpy_scalar(dtype: Any, data: Any) -> Any:
-    """Stands in for numpy's function that makes scalars: a number of at most 8 bytes, a text, or a
-    Note.
-    """
+    """Stands in for numpy's maker of scalars: a number of at most 8 bytes, a text, or a Note."""
     import numpy as np
     code = dtype.first if isinstance(dtype, Note) else None
     is_known = isinstance(code, str) and re.fullmatch(r"b1|[iu][1248]|f[248]|[SU]\d{1,2}", code)

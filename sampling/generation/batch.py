@@ -20,8 +20,9 @@ MAX_FLUSH_SECONDS = 0.4 # between two flushes, so that a progress bar moves
 
 
 class Step(NamedTuple):
-    """The tokens of one step, and what is known about them. All tensors are on the backend's
-    device.
+    """The tokens of one step, and what is known about them.
+
+    All tensors are on the backend's device.
 
     The log-probabilities are those of the model itself: at temperature 1, over the whole
     vocabulary. They are of the sampled tokens, and then of the n most likely ones; without
@@ -70,9 +71,7 @@ class Batch:
 
     @property
     def unread(self) -> Tensor:
-        """The tokens that are not in the cache: (B, T), or (1, T) for equal prompts, which are read
-        once.
-        """
+        """The tokens that are not in the cache: (B, T); (1, T) for equal prompts, read once."""
         if self.cache is None:
             return self.window
         ids = self.window[:, self.cache.seq_len:]
@@ -86,8 +85,9 @@ class Batch:
 
     @property
     def forced_token(self) -> Tensor | None:
-        """The tokens (B, 1) of longer prompts in this step; -1 where the token is sampled. None:
-        all are sampled.
+        """The tokens (B, 1) of longer prompts in this step; -1 where the token is sampled.
+
+        None: all are sampled.
         """
         if self.num_steps < len(self.forced):
             return self.forced[self.num_steps]
@@ -113,8 +113,9 @@ class Batch:
             self.release()
 
     def flush(self) -> None:
-        """Append the tokens of the pending steps to the samples. Raises ValueError if their logits
-        were not finite.
+        """Append the tokens of the pending steps to the samples.
+
+        Raises ValueError if their logits were not finite.
 
         It copies two tensors, because each copy to the host waits for the GPU.
         """
@@ -137,9 +138,7 @@ class Batch:
                     row.append(token_id, logprob, top, top_ids)
 
     def is_due(self, flush_steps: int) -> bool:
-        """Whether to flush: after flush_steps steps, when a row may be finished, or if the steps
-        take long.
-        """
+        """Whether to flush: after flush_steps or slow steps, or when a row may be finished."""
         if self.cache is None: # each step recomputes the window
             flush_steps = self.backend.min_flush_steps
         may_finish = self.num_steps - self.params.max_new_tokens in self.first_steps
@@ -147,8 +146,9 @@ class Batch:
         return bool(self.pending) and (len(self.pending) >= flush_steps or may_finish or is_slow)
 
     def drop_finished(self) -> None:
-        """Keep the unfinished rows only, if the backend gains by it. If there are none, the batch
-        is over.
+        """Keep the unfinished rows only, if the backend gains by it.
+
+        If there are none, the batch is over.
         """
         unfinished = [i for i, row in enumerate(self.rows) if not row.is_finished]
         if not unfinished:

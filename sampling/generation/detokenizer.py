@@ -39,8 +39,9 @@ class Detokenizer:
 
     def append(self, token_id: int, logprob: float | None = None, top: Sequence[float] = (),
                top_ids: Sequence[int] = ()) -> None:
-        """Append the next token, and set the finish reason if it is the last one. top, top_ids: the
-        most likely.
+        """Append the next token, and set the finish reason if it is the last one.
+
+        top, top_ids: the most likely.
         """
         sample = self.sample
         is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
@@ -76,8 +77,9 @@ class Detokenizer:
         return None, len(text) - num_withheld
 
     def truncate(self, num_chars: int) -> None:
-        """Remove this many characters from the end of the text. The tokens stay, but their text
-        becomes shorter.
+        """Remove this many characters from the end of the text.
+
+        The tokens stay, but their text becomes shorter.
         """
         tokens = self.sample.tokens
         i = len(self.sample.tokens)

@@ -1,5 +1,4 @@
-"""The loop that samples, and the batches around it. It is nanoGPT's loop: logits, a token, append,
-crop.
+"""The loop that samples, which is nanoGPT's (logits, a token, append, crop), and its batches.
 
 Axes: B rows, V vocabulary, k proposals of a draft.
 """
@@ -80,8 +79,7 @@ class Engine:
             yield from self.take_pieces()
 
     def batches(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-        """Divide the samples into batches, and leave out batches of which all samples are already
-        saved.
+        """Divide the samples into batches; leave out those in which all are already saved.
 
         In the others, the saved samples are generated again: then the rest get the same logits as
         in the first run, to the last bit.
@@ -97,8 +95,7 @@ class Engine:
                 yield batch
 
     def count_fitting(self, samples: list[Sample]) -> int:
-        """How many of the first samples make a batch, at least one, if each is as long as the
-        longest.
+        """How many of the first samples make a batch, if each is as long as the longest.
 
         Past block_size, larger batches may not be faster: then they are small, so that the first
         samples are shown and saved while the others wait.
@@ -115,9 +112,7 @@ class Engine:
         return len(samples)
 
     def take_pieces(self) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Yield the waiting samples that are finished, up to the first one that is not, and this
-        one's new pieces.
-        """
+        """Yield the finished samples up to the first unfinished one, and its new pieces."""
         while self.waiting and self.waiting[0].is_finished:
             row = self.waiting.popleft()
             yield row.sample, row.take_pieces()
@@ -125,8 +120,9 @@ class Engine:
             yield self.waiting[0].sample, self.waiting[0].take_pieces()
 
     def generate_rows(self, rows: list[Detokenizer]) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Generate rows together, or half as many at once whenever memory runs out. Yields what is
-        new in order.
+        """Generate rows together, or half as many at once whenever memory runs out.
+
+        Yields what is new in order.
         """
         while rows := [row for row in rows if not row.is_finished]:
             batch = rows[:self.batch_size]

@@ -33,8 +33,10 @@ class Window(NamedTuple):
 def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
                 params: ScoringParams,
                 batch_size: int | None = None) -> Iterator[tuple[Score, list[Piece]]]:
-    """Score the texts that are not saved already, in order. After each window, yield its text with
-    the new pieces. batch_size: the highest number of windows to compute at once.
+    """Score the texts that are not saved already, in order.
+
+    After each window, yield its text with the new pieces. batch_size: the highest number of windows
+    to compute at once.
     Raises ValueError if logits are NaN or infinite.
     """
     new = (score for score in scores if not score.already_saved)
@@ -73,8 +75,10 @@ def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> De
 
 
 def windows(scores: Iterable[Score], block_size: int) -> Iterator[Window]:
-    """The windows of each text. They advance by half a window, so each token is scored after at
-    least block_size / 2 tokens, unless the text has fewer before it.
+    """The windows of each text.
+
+    They advance by half a window, so each token is scored after at least block_size / 2 tokens,
+    unless the text has fewer before it.
     """
     half = max(1, block_size // 2)
     for score in scores:

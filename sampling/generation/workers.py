@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams,
                batch_size: int | None, stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
-    """Rank 0: what gpt.run yields, with the help of the other processes. An error of the samples,
-    such as a bad line of a pipe, is raised when those before it are done.
+    """Rank 0: what gpt.run yields, with the help of the other processes.
+
+    An error of the samples, such as a bad line of a pipe, is raised when those before it are done.
     """
     errors = []
 
@@ -57,9 +58,10 @@ def run_in_shares(gpt: "TextGenerator", samples: Iterator[Sample], params: Sampl
 
 
 def serve(load: Callable[[], "TextGenerator"]) -> bool:
-    """Meet the other processes, if torchrun started several. Return False on rank 0. On the others,
-    load the model, generate the shares that rank 0 hands out, and return True when there are no
-    more.
+    """Meet the other processes, if torchrun started several.
+
+    Return False on rank 0. On the others, load the model, generate the shares that rank 0 hands
+    out, and return True when there are no more.
     """
     if world_size() > 1:
         import torch.distributed as dist
@@ -90,8 +92,9 @@ def serve(load: Callable[[], "TextGenerator"]) -> bool:
 
 
 def exchange(name: str, *objects: Any) -> None:
-    """Call a collective function of torch.distributed. Raises ValueError if another process has
-    ended.
+    """Call a collective function of torch.distributed.
+
+    Raises ValueError if another process has ended.
     """
     import torch.distributed as dist
     try:

@@ -22,9 +22,7 @@ for invisible in range(0x80, 0xa0), range(0x202a, 0x202f), range(0x2066, 0x206a)
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the messages of the package on the standard error of the moment, if the process has
-    one.
-    """
+    """Shows the package's messages on the standard error of the moment, if there is one."""
     rank = 0 # see setup_console
     bar = None # the progress bar, a tqdm: messages are shown above it
 
@@ -75,8 +73,9 @@ def setup_console(owns_process: bool = True) -> None:
 
 
 def start_progress_bar(beside_text: bool = False) -> Any:
-    """Return a tqdm of tokens, or None if standard error is no terminal. beside_text: the terminal
-    shows parts of a line, which a bar would disturb, so there is none.
+    """Return a tqdm of tokens, or None if standard error is no terminal.
+
+    beside_text: the terminal shows parts of a line, which a bar would disturb, so there is none.
     """
     if beside_text or not is_tty(sys.stderr):
         return None
@@ -95,6 +94,7 @@ def clear_bar() -> None:
 @contextmanager
 def report_user_errors(status: int = 1) -> Iterator[None]:
     """End the script with one line, of limited length, for every error that a user can cause.
+
     status: the exit status for ValueError and OSError; other errors of the user give 1.
     """
     try:
@@ -126,8 +126,9 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
 
 
 def hard_exit(status: int = 0) -> NoReturn:
-    """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit if owns_process
-    is False.
+    """End the script at once: torch's own shutdown takes 0.3 s.
+
+    Raises SystemExit if owns_process is False.
     """
     if status == 130 and not _console.rank:
         end_line()

@@ -148,6 +148,7 @@ def section_html(template: str, places: Places, labels: list[str]) -> str:
 
 def article_values(record: Record) -> dict[str, str]:
     """The values in an article that come from a record.
+
     Raises ValueError if a field is missing or of another type.
     """
     try:

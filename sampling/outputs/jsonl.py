@@ -44,8 +44,9 @@ PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py"
 
 @dataclass
 class Run:
-    """What decides the samples of a model. Makes lines of them, and recognises the lines of the
-    same run.
+    """What decides the samples of a model.
+
+    Makes lines of them, and recognises the lines of the same run.
     """
     checkpoint_id: Record # "path", "crc32", "iter_num" and "val_loss"
     settings: Record # as run_settings returns them
@@ -68,9 +69,7 @@ class Run:
         return text.encode("utf-8", errors="backslashreplace") + b"\n"
 
     def check(self, record: Record, sample: Result, where: str) -> None:
-        """Raises ValueError, with where and the difference, unless this is the record of this
-        sample of this run.
-        """
+        """Raises ValueError, with the difference, unless this is the sample's own record."""
         first = self.first_fields(sample)
         saved = record["settings"] | {CHECKSUM: record["checkpoint"].get("crc32")}
         for name, value in record.items():
@@ -93,8 +92,9 @@ class Run:
 
 
 class LinesFile:
-    """A file of lines, locked for this run. While it is not known that they are of this run
-    (is_ours), the first write replaces them.
+    """A file of lines, locked for this run.
+
+    While it is not known that they are of this run (is_ours), the first write replaces them.
     """
 
     def __init__(self, path: str):
@@ -127,8 +127,10 @@ class LinesFile:
                          "same command goes on after them")
 
     def mark_saved(self, samples: Iterator[Result], run: Run, watch: bool) -> Iterator[Result]:
-        """Yield the samples. Those in the file are marked as saved. watch: the file may also have
-        samples of other models.
+        """Yield the samples.
+
+        Those in the file are marked as saved. watch: the file may also have samples of other
+        models.
         Raises ValueError, without changing the file, if it is from another run.
         """
         self.require_place()
@@ -198,8 +200,9 @@ def check_equal(saved: Record, wanted: Record, where: str) -> None:
 
 
 def run_settings(settings: Settings, device_type: str, dtype_name: str) -> Record:
-    """The settings that decide the text of a sample, and what is saved of it. Values with the same
-    meaning become equal.
+    """The settings that decide the text of a sample, and what is saved of it.
+
+    Values with the same meaning become equal.
     """
     kept = {}
     if not settings["score"]:
@@ -221,8 +224,10 @@ def run_settings(settings: Settings, device_type: str, dtype_name: str) -> Recor
 
 
 def filled(fields: Record) -> Record:
-    """The fields that have a value. None and an empty list are left out: their types are others
-    than those of the fields in other lines.
+    """The fields that have a value.
+
+    None and an empty list are left out: their types are others than those of the fields in other
+    lines.
     """
     return {name: value for name, value in fields.items() if value not in (None, [])}
 
@@ -249,8 +254,9 @@ def round_score(logprob: float, num_tokens: int) -> float:
 
 
 def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:
-    """For each line, yield its place for messages, its position, the line and its record. A
-    truncated last line is left out.
+    """For each line, yield its place for messages, its position, the line and its record.
+
+    A truncated last line is left out.
     Raises ValueError if sample.py did not write a line, or if another version did.
     """
     start = 0
@@ -291,7 +297,9 @@ def is_record(value: Any) -> bool:
 # ---- files
 
 def open_output(path: str) -> BinaryIO:
-    """Open a file for reading and appending, and lock it for this run. Its content stays.
+    """Open a file for reading and appending, and lock it for this run.
+
+    Its content stays.
     Raises ValueError or OSError, which names the file, if it cannot be used, if another run has
     locked it, or if sample.py has not written it.
     """

@@ -72,8 +72,10 @@ class OutputFiles:
             self.page_end = lines.size
 
     def close(self, status: int) -> None:
-        """Write the page of a run that ends early. After Ctrl-C or SIGTERM, say how the run goes
-        on. Remove a file that this run has created and left empty.
+        """Write the page of a run that ends early.
+
+        After Ctrl-C or SIGTERM, say how the run goes on. Remove a file that this run has created
+        and left empty.
         """
         self.write_page()
         lines = self.lines
@@ -100,8 +102,9 @@ class OutputFiles:
 
 
 class Outputs:
-    """Saves the samples of a model, and shows them. num_total: how many there will be; None if
-    unknown.
+    """Saves the samples of a model, and shows them.
+
+    num_total: how many there will be; None if unknown.
     """
 
     def __init__(self, settings: Settings, files: OutputFiles, gpt: "TextGenerator",
@@ -121,21 +124,24 @@ class Outputs:
         self.progress = Progress(num_total, max_new_tokens, beside_text=self.streams and shows_text)
 
     def resume(self, samples: Iterator[Result]) -> Iterator[Result]:
-        """Yield the samples for the model to generate. Those that the file already holds are marked
-        as saved.
+        """Yield the samples for the model to generate.
+
+        Those that the file already holds are marked as saved.
         """
         lines = self.files.lines
         # With overwrite, the first model replaces the lines. With watch, later ones continue them.
         if lines and (lines.is_ours or not self.files.overwrite):
             samples = lines.mark_saved(samples, self.run, self.watch)
-        for sample in self.progress.follow(samples):
+        for sample in samples:
+            self.progress.add(sample)
             if sample.already_saved and isinstance(sample, Score):
                 self.printer.add_to_total(sample)
             yield sample
 
     def update(self, sample: Result, pieces: list[Piece]) -> None:
-        """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not
-        show it again.
+        """Show the new pieces of a sample.
+
+        Save it first if it is finished: a resumed run does not show it again.
         """
         files = self.files
         if sample.finish_reason and (files.lines or files.prints_lines):
@@ -149,9 +155,7 @@ class Outputs:
             self.printer.update(sample, pieces)
 
     def finish(self) -> None:
-        """Write the page, and say how many samples the model has generated, or what the sums of all
-        scores are.
-        """
+        """Write the page, and print the number of samples, or the sums of all scores."""
         self.files.write_page()
         if not self.files.prints_lines:
             self.printer.print_total()

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.outputs.console import (
@@ -143,8 +143,9 @@ def colorize(text: str, logprob: float) -> str:
 
 
 class Progress:
-    """Counts samples and tokens. Shows a bar, or if standard error is no terminal, as with nohup, a
-    line now and then.
+    """Counts samples and tokens.
+
+    Shows a bar, or if standard error is no terminal, as with nohup, a line now and then.
 
     total_samples: how many samples the run has; None if unknown. Saved ones do not count.
     max_new_tokens: of each sample; None if texts are scored.
@@ -164,14 +165,12 @@ class Progress:
         self.start = time.perf_counter() # the model is loaded
         self.next_time = self.start + self.interval
 
-    def follow(self, samples: Iterable[Result]) -> Iterator[Result]:
-        """Yield the samples to the engine, which fills them."""
-        for sample in samples:
-            if not sample.already_saved:
-                self.unfinished.add(sample)
-            elif self.total_samples is not None:
-                self.total_samples -= 1
-            yield sample
+    def add(self, sample: Result) -> None:
+        """Note a sample that the engine will fill, unless it is saved already."""
+        if not sample.already_saved:
+            self.unfinished.add(sample)
+        elif self.total_samples is not None:
+            self.total_samples -= 1
 
     def update(self, sample: Result) -> None:
         """Note whether this sample is finished, and show how far all are, now and then."""
@@ -212,8 +211,9 @@ class Progress:
         return self.num_tokens + sum(len(score.ids) - 1 for score in self.unfinished)
 
     def close(self, peak_memory: int | None) -> None:
-        """Remove the bar, and log a summary of the run if it generated samples. peak_memory is in
-        bytes.
+        """Remove the bar, and log a summary of the run if it generated samples.
+
+        peak_memory is in bytes.
         """
         if self.bar is not None:
             self.bar.close()

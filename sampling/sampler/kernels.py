@@ -50,9 +50,10 @@ def temper(word: np.uint32) -> np.uint32:
 
 @inner
 def draw_row(words: Array, place: int, numbers: Array) -> int:
-    """Fill numbers (V,) with 64 random bits each. words (624,): the generator's block, which the
-    next block replaces when it is used up. place: how many of its words are used. Returns the new
-    place.
+    """Fill numbers (V,) with 64 random bits each.
+
+    words (624,): the generator's block, which the next block replaces when it is used up. place:
+    how many of its words are used. Returns the new place.
     """
     halves = np.empty(2 * len(numbers), np.uint32)
     num_done = 0
@@ -87,9 +88,7 @@ def draw(words: Array, places: Array, is_drawn: Array, numbers: Array) -> None:
 
 @inner
 def find_candidates(logits: Array, k: int) -> Array:
-    """The ids of the k largest logits (V,) and of all that equal the k-th of them, in ascending
-    order.
-    """
+    """The ids of the k largest logits (V,), and of all that equal the k-th, in order."""
     # 1) A bound that the k-th largest logit reaches. Each column has its own largest logit, and the
     # k largest of these are k logits, so the k-th largest of all is not below the last of them.
     bound = MINUS_INFINITY
@@ -154,8 +153,9 @@ def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.floa
 @jit.parallel
 def choose(logits: Array, temperature: np.float32, k: int, numbers: Array, ids: Array,
            leads: Array) -> None:
-    """Choose an id for each row of logits (B, V) with the numbers (B, V) of draw. Sets ids and
-    leads, (B,) each.
+    """Choose an id for each row of logits (B, V) with the numbers (B, V) of draw.
+
+    Sets ids and leads, (B,) each.
     """
     for r in prange(len(logits)):
         ids[r], leads[r] = choose_from_row(logits[r] / temperature, k, numbers[r])

@@ -50,9 +50,7 @@ def walk(generator: torch.Generator, count: int) -> None:
 
 
 def jump(generator: torch.Generator, num_blocks: int) -> None:
-    """Advance a generator by num_blocks (1 or more) of 624 words, to the same place in a later
-    block.
-    """
+    """Advance a generator to the same place in the block num_blocks (1 or more) later."""
     # The next block, and all words that the highest term can reach from it. The jump starts at the
     # next block, because 31 bits of the current one may come from the seed and not from the
     # recurrence.

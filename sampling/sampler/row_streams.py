@@ -15,8 +15,9 @@ from sampling.sampler.mt19937 import advance_mt19937
 
 
 class RunStream:
-    """The random stream of a run, from the seed on. A CUDA device has its own; all other devices
-    use the CPU's.
+    """The random stream of a run, from the seed on.
+
+    A CUDA device has its own; all other devices use the CPU's.
 
     On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its model. Then each
     sample takes draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
@@ -113,17 +114,16 @@ class RowStreams:
 
 
 def draw(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    """Fill a tensor with exponential numbers if it is float32, or with 64 random bits for each if
-    it is int64.
-    """
+    """Fill a tensor: float32 with exponential numbers, int64 with 64 random bits each."""
     if numbers.dtype == torch.int64:
         return numbers.random_(-2**63, None, generator=generator)
     return numbers.exponential_(generator=generator)
 
 
 def exponentials(noise: Tensor) -> Tensor:
-    """The exponential numbers of the noise that draw has made. exponential_ makes the same from 53
-    of each 64 bits.
+    """The exponential numbers of the noise that draw has made.
+
+    exponential_ makes the same from 53 of each 64 bits.
     """
     if noise.dtype != torch.int64:
         return noise

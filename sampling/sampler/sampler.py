@@ -132,8 +132,9 @@ def never_overflows(temperature: float, dtype: torch.dtype) -> bool:
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits (B, V) by a temperature above 0. nanoGPT fails if the largest logit of a row
-    overflows.
+    """Divide logits (B, V) by a temperature above 0.
+
+    nanoGPT fails if the largest logit of a row overflows.
     """
     scaled = logits / temperature
     if never_overflows(temperature, logits.dtype):
@@ -145,9 +146,7 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def mask_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest logits (B, V) whose probabilities add up to top_p (nucleus sampling, Holtzman
-    et al., 2019).
-    """
+    """Keep the fewest logits (B, V) whose probabilities reach top_p (Holtzman et al., 2019)."""
     ascending, order = logits.sort(dim=-1, stable=True)
     # In float32, CUDA adds up a single row in an order of its own.
     dtype = torch.float64 if logits.is_cuda else None

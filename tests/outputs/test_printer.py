@@ -114,7 +114,7 @@ def test_a_terminal_gets_symbols_instead_of_control_characters(
 def start(monkeypatch):
     """start(total_samples, bar) -> (a Progress at second 0, update).
 
-    It follows a saved sample, number 0, and two others. At a second,
+    It has a saved sample, number 0, and two others. At a second,
     update(second, number, num_tokens, finish_reason) changes one of these.
     """
     def start(total_samples, bar=None):
@@ -123,7 +123,8 @@ def start(monkeypatch):
         monkeypatch.setattr(printer, "start_progress_bar", lambda beside_text: bar)
         progress = Progress(total_samples, max_new_tokens=100)
         samples = [Sample(i, Prompt("a"), [], already_saved=i == 0) for i in range(3)]
-        assert list(progress.follow(samples)) == samples
+        for sample in samples:
+            progress.add(sample)
 
         def update(second, number, num_tokens, finish_reason=None):
             clock.perf_counter = lambda: second
