@@ -71,7 +71,7 @@ def test_a_very_unlikely_text_has_a_score(score, folder):
     assert ", perplexity inf, " in done.stdout, done.stderr
 
 
-def test_a_file_of_scores_resumes_with_the_same_sums(score, folder):
+def test_a_file_of_scores_resumes_with_the_same_sums(score, run_script, folder):
     command = "--start=LINES:prompts.txt", "--out_file=scores.jsonl"
     path = folder / "scores.jsonl"
     whole = score(*command).stdout.splitlines()
@@ -83,6 +83,8 @@ def test_a_file_of_scores_resumes_with_the_same_sums(score, folder):
     assert whole[-1].startswith(f"all: 16 tokens, {-total / 16:.4f} nats a token, ")
     path.write_text("".join(content.splitlines(keepends=True)[:2]))
     assert score(*command).stdout.splitlines() == whole[2:]
+    samples = run_script(*command, "--num_samples=1", cwd=folder)
+    assert "is from another run" in samples.stderr
     assert path.read_text() == content
 
 
