@@ -61,15 +61,12 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
     """
     settings = find_settings(scope["__file__"])
     arguments = list(arguments)
-    if {"--help", "-h", "--version"} & set(arguments):
-        doc = scope.get("__doc__") or ""
-        if scope.get("__name__") != "__main__": # a command that pip installed has a name of its own
-            script = os.path.basename(scope["__file__"])
-            doc = doc.replace(f"python {script}", Path(sys.argv[0]).stem)
-        text = help_text(doc, settings, shutil.get_terminal_size().columns)
-        if "--version" in arguments:
-            text = f"{scope.get('__version__')}\n"
-        print(text, end="", flush=True)
+    if "--version" in arguments:
+        print(scope.get("__version__"), flush=True)
+        sys.exit(0)
+    if {"--help", "-h"} & set(arguments):
+        width = shutil.get_terminal_size().columns
+        print(help_text(docstring_of(scope), settings, width), end="", flush=True)
         sys.exit(0)
     for argument in arguments:
         if argument.endswith("\r"):
@@ -108,6 +105,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
 
 
 def as_list(value: Any) -> list:
+    if value is None:
+        return []
     return value if isinstance(value, list) else [value]
 
 
@@ -137,6 +136,15 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
         comment = " ".join(line.strip().removeprefix("#").strip() for line in comment)
         settings[target.id] = Setting(types, default, comment, group)
     return settings
+
+
+def docstring_of(scope: Mapping[str, Any]) -> str:
+    """The docstring of a script, which a command that pip installed calls by its own name."""
+    doc = scope.get("__doc__") or ""
+    if scope.get("__name__") == "__main__":
+        return doc
+    script = os.path.basename(scope["__file__"])
+    return doc.replace(f"python {script}", Path(sys.argv[0]).stem)
 
 
 def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
@@ -286,10 +294,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
              settings: dict[str, Setting]) -> dict[str, Any]:
     """Run a settings file and return the settings that it changes.
 
-    The file can use the names in scope.
-
-    It may define other names, as training files do. Logs a warning for a name like a setting's, or
-    if it sets nothing.
+    The file can use the names in scope, and may define other names, as training files do. Logs a
+    warning for a name like a setting's, or if it sets nothing.
     """
     # Not above: a script of nanoGPT may execute a copy of this file.
     from sampling.process import import_from

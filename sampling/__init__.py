@@ -26,15 +26,9 @@ for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def over
         raise ImportError(f"{path} is missing, or belongs to another project")
 
 from sampling.configurator import plain  # noqa: E402
-from sampling.params import (  # noqa: E402
-    ModelOptions,
-    Sample,
-    SamplingParams,
-    Score,
-    Token,
-    check_options,
-)
+from sampling.params import ModelOptions, SamplingParams, check_options  # noqa: E402
 from sampling.process import expand_home, shorten_spinning  # noqa: E402
+from sampling.samples import Sample, Score, Token  # noqa: E402
 
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator as TextGenerator

@@ -1,4 +1,4 @@
-"""The rules of the settings, and the types of prompts, parameters and results. Imports no torch."""
+"""The rules of the settings, and the parameters that are made of them. Imports no torch."""
 import logging
 import math
 import os
@@ -6,10 +6,10 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
-from sampling.configurator import plain
+from sampling.configurator import as_list, plain
 from sampling.process import expand_home, world_size
 
 logger = logging.getLogger(__name__)
@@ -183,12 +183,6 @@ def check_options(options: Settings) -> None:
             raise SettingError(remedy, *names)
 
 
-def as_list(value: Any) -> list:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
-
-
 def choose_seed(seed: int | str, flag: str = "--seed") -> int:
     """Return the seed that the setting asks for.
 
@@ -282,103 +276,3 @@ class ModelOptions:
     compile: bool = False
     cuda_graphs: bool = True
     draft: bool = True
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text to continue, or to score."""
-    text: str
-    id: Any = None # a JSONL file may have one, and other fields: out_file repeats them
-    location: str = "" # its file and line, for messages
-    other_fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Token(NamedTuple):
-    """A token of a text.
-
-    A token that ends inside a character has no text. The token that completes the character has all
-    of it.
-    """
-    id: int
-    text: str
-    logprob: float | None = None # the natural logarithm of its probability, at temperature 1
-    top_logprobs: tuple["Token", ...] = () # the most likely tokens in its place
-
-
-class Piece(NamedTuple):
-    """New text of a sample that no stop text can take back, and how likely the model found it."""
-    text: str
-    # Of the token that the text is from, and of those that began its first character, together.
-    logprob: float | None = None
-
-
-@dataclass(eq=False)
-class Sample:
-    """One continuation of a prompt.
-
-    Until it is finished, finish_reason is None and tokens are appended.
-    """
-    index: int # its number in the run, from 0
-    prompt: Prompt
-    prompt_ids: list[int]
-    already_saved: bool = False # out_file has it, so it is not generated, shown or saved again
-    tokens: list[Token] = field(default_factory=list)
-    finish_reason: str | None = None # "length" or "stop"
-    text: str = field(init=False) # the continuation, without the stop text and the text after it
-
-    def __repr__(self) -> str:
-        return (f"Sample(index={self.index}, prompt={self.prompt.text!r:.60}, "
-                f"text={self.text!r:.60}, num_tokens={self.num_tokens}, "
-                f"finish_reason={self.finish_reason!r}, "
-                f"cumulative_logprob={self.cumulative_logprob})")
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The ids of the sampled tokens, including those of a stop text."""
-        return [token.id for token in self.tokens]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """The sum of the tokens' log-probabilities; None if the tokens have none."""
-        logprobs = [token.logprob for token in self.tokens]
-        return None if None in logprobs else sum(logprobs)
-
-
-# text is a field, so that dataclasses.asdict and tables of pandas have it, and a property, so that
-# it follows the tokens.
-Sample.text = property(lambda sample: "".join(token.text for token in sample.tokens))
-
-
-@dataclass(eq=False)
-class Score:
-    """How likely the model finds a text. Until all of the text is scored, finish_reason is None."""
-    prompt_ids: ClassVar[list[int]] = [] # no token comes before the text
-    index: int # its number in the run, from 0
-    prompt: Prompt # the text
-    ids: list[int] # of the text
-    already_saved: bool = False # out_file has it, so it is not scored, shown or saved again
-    # Those of the text, as many as were asked for. The first one has no logprob: none comes before.
-    tokens: list[Token] = field(default_factory=list)
-    finish_reason: str | None = None # "length"
-    num_tokens: int = 0 # that were scored: all but the first
-    num_bytes: int = 0 # of these tokens, in UTF-8
-    cumulative_logprob: float = 0.0
-
-    def __repr__(self) -> str:
-        return (f"Score(index={self.index}, prompt={self.prompt.text!r:.60}, "
-                f"num_tokens={self.num_tokens}, num_bytes={self.num_bytes}, "
-                f"cumulative_logprob={self.cumulative_logprob})")
-
-    @property
-    def nats_per_token(self) -> float:
-        """The loss of a training on this text; NaN for a text of a single token."""
-        if not self.num_tokens:
-            return math.nan
-        return 0.0 - self.cumulative_logprob / self.num_tokens
-
-
-Result = Sample | Score # what comes of a prompt

@@ -19,15 +19,9 @@ from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import (
-    Prompt,
-    Sample,
-    SamplingParams,
-    ScoringParams,
-    choose_seed,
-    warn_about_stops,
-)
+from sampling.params import SamplingParams, ScoringParams, choose_seed, warn_about_stops
 from sampling.process import is_out_of_memory
+from sampling.samples import Prompt, Sample
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
@@ -327,10 +321,7 @@ def setting_value(name: str, text: str) -> Any:
 
 
 def complete(line: str, index: int) -> str | None:
-    """For readline: the command with this index among those that begin with line.
-
-    In a prompt, Tab is a character.
-    """
+    """For readline: the command with this index that begins with line. In a prompt, a tab."""
     names = [f":{name}" for name in [*COMMANDS, *TYPES] if len(name) > 1]
     commands = [name for name in names if name.startswith(line)]
     matches = commands or [f"{line}\t"]
@@ -338,10 +329,7 @@ def complete(line: str, index: int) -> str | None:
 
 
 def read_line() -> str:
-    """Read a line, or several that were pasted.
-
-    A user at a terminal sees "> " first. Raises EOFError at Ctrl-D.
-    """
+    """Read a line, or several that were pasted. Raises EOFError at Ctrl-D."""
     try:
         line = input("> " if is_tty(sys.stdin) and is_tty(sys.stdout) else "")
     except (EOFError, OSError): # the latter from a closed terminal

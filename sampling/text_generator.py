@@ -19,17 +19,9 @@ from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import at, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
-from sampling.params import (
-    ModelOptions,
-    Piece,
-    Prompt,
-    Sample,
-    SamplingParams,
-    Score,
-    ScoringParams,
-    check_values,
-)
+from sampling.params import ModelOptions, SamplingParams, ScoringParams, check_values
 from sampling.process import check_fork, system_interrupts
+from sampling.samples import Piece, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
 DEFAULT_PARAMS = SamplingParams()

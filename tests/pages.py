@@ -6,7 +6,7 @@ from project import SCRIPT
 from sampling.configurator import find_settings
 from sampling.outputs import html
 from sampling.outputs.jsonl import Run
-from sampling.params import Prompt, Sample, Token
+from sampling.samples import Prompt, Sample, Token
 
 CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100,
                  "val_loss": 1.5}

@@ -61,8 +61,7 @@ class Backend:
         """
 
     def text_logits(self, ids: Tensor, num_positions: int) -> Tensor:
-        """The logits (B * num_positions, V) of the last positions of texts (B, T) that are scored.
-        """
+        """The logits (B * num_positions, V) of the last positions of scored texts (B, T)."""
         return self.logits(ids, None, num_positions)
 
     @contextmanager

@@ -215,8 +215,7 @@ LINEAR: dict[str, jit.Kernel] = {dtype: parallel(linear, dtype) for dtype in ("f
 
 @parallel
 def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
-    """Each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) -> (R, E).
-    """
+    """Rows of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) -> (R, E)."""
     y = np.empty_like(x)
     for r in prange(len(x)):
         xr = x[r]

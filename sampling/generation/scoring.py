@@ -15,7 +15,8 @@ from sampling.backends.backend import Backend
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import Piece, SamplingParams, Score, ScoringParams
+from sampling.params import SamplingParams, ScoringParams
+from sampling.samples import Piece, Score
 
 logger = logging.getLogger(__name__)
 # Of the windows that are computed at once: with GPT-2's vocabulary, their logits take a gigabyte.

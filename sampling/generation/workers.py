@@ -11,8 +11,9 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
-from sampling.params import Piece, Sample, SamplingParams
+from sampling.params import SamplingParams
 from sampling.process import rank, system_interrupts, world_size
+from sampling.samples import Piece, Sample
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import RESULT_FIELDS, RULES, Prompt, Result, Sample, Score
+from sampling.params import RESULT_FIELDS, RULES
 from sampling.process import expand_home, system_interrupts
+from sampling.samples import Prompt, Result, Sample, Score
 
 logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts

@@ -8,20 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, BinaryIO
 
+from sampling.configurator import as_list
 from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.outputs.console import name_write_errors, plural
-from sampling.params import (
-    RESULT_FIELDS,
-    SAMPLING_SETTINGS,
-    Result,
-    Sample,
-    Score,
-    Settings,
-    Token,
-    as_list,
-)
+from sampling.params import RESULT_FIELDS, SAMPLING_SETTINGS, Settings
+from sampling.samples import Result, Sample, Score, Token
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any] # a line
@@ -127,11 +121,10 @@ class LinesFile:
                          "same command goes on after them")
 
     def mark_saved(self, samples: Iterator[Result], run: Run, watch: bool) -> Iterator[Result]:
-        """Yield the samples.
+        """Yield the samples. Those in the file are marked as saved.
 
-        Those in the file are marked as saved. watch: the file may also have samples of other
-        models.
-        Raises ValueError, without changing the file, if it is from another run.
+        watch: the file may also have samples of other models. Raises ValueError, without changing
+        the file, if it is from another run.
         """
         self.require_place()
         num_saved = 0
@@ -160,18 +153,19 @@ class LinesFile:
         self.is_ours = True
         if not line.endswith(b"\n"):
             self.write(b"\n")
-        first_new = next(samples, None)
+        new = list(islice(samples, 1))
         if num_saved:
             saved = plural(num_saved, "text" if "score" in run.settings else "sample")
             if watch:
                 saved += " of this checkpoint"
-            if first_new:
-                logger.info(f"{self.path} holds {saved} already: resuming after them")
-            else:
-                logger.info(f"{self.path} is complete, with {saved}: nothing to do")
-        if first_new:
-            yield first_new
-        yield from samples
+            self.log_saved(saved, is_complete=not new)
+        yield from chain(new, samples)
+
+    def log_saved(self, saved: str, is_complete: bool) -> None:
+        if is_complete:
+            logger.info(f"{self.path} is complete, with {saved}: nothing to do")
+        else:
+            logger.info(f"{self.path} holds {saved} already: resuming after them")
 
     def write(self, line: bytes) -> None:
         """Raises ValueError if another program has changed the file."""

@@ -11,8 +11,9 @@ from sampling.outputs.console import before_exit, plural
 from sampling.outputs.html import write_page
 from sampling.outputs.jsonl import PAGE, LinesFile, Record, Run, open_output, run_settings
 from sampling.outputs.printer import RULE, Printer, Progress
-from sampling.params import Piece, Result, Score, Settings, is_same_file
+from sampling.params import Settings, is_same_file
 from sampling.process import peak_memory
+from sampling.samples import Piece, Result, Score
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator

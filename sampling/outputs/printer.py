@@ -20,7 +20,7 @@ from sampling.outputs.console import (
     start_progress_bar,
 )
 from sampling.outputs.jsonl import round_score
-from sampling.params import Piece, Prompt, Result, Score
+from sampling.samples import Piece, Prompt, Result, Score
 
 logger = logging.getLogger(__name__)
 RULE = "---------------" # nanoGPT prints it after every sample

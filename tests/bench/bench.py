@@ -53,10 +53,10 @@ def all_cases(folder):
         *character_cases(large),
         *score_cases("init_from", gpt2, (1, 4097), folder),
         *score_cases("out_dir", large, (1, 65537), folder),
-        *threads_cases("124M int8", f"--init_from={gpt2}", 1, (32, 160), dtype="int8"),
-        *threads_cases("124M int8", f"--init_from={gpt2}", 10, (32, 160), dtype="int8"),
-        *threads_cases("124M float32", f"--init_from={gpt2}", 10, (32, 160)),
-        *threads_cases("10.6M float32", f"--out_dir={large}", 10, (8, 248)),
+        *threads_cases("124M int8", f"--init_from={gpt2}", 1, 1, (32, 288), dtype="int8"),
+        *threads_cases("124M int8", f"--init_from={gpt2}", 10, 1, (32, 288), dtype="int8"),
+        *threads_cases("124M float32", f"--init_from={gpt2}", 10, 1, (32, 288)),
+        *threads_cases("10.6M float32", f"--out_dir={large}", 10, 6, (40, 248)),
         Case(row, "nanoGPT's loop", other("nanogpt", small, 10), (0, 500), 10),
         Case(row, "sample.py float32", sample_py(f"--out_dir={small}", 10), (0, 500), 10),
     ]
@@ -130,12 +130,13 @@ def our_cases(row, folder, samples, lengths, settings):
     return found
 
 
-def threads_cases(model, source, samples, lengths, **settings):
+def threads_cases(model, source, batch_size, num_batches, lengths, **settings):
     """sample.py with one and with two threads: see serial_parts."""
-    command = sample_py(source, samples, more=["--draft=False"], **settings)
-    row = f"{model}, {count(samples)}, threads"
+    samples = batch_size * num_batches
+    command = sample_py(source, samples, batch_size, more=["--draft=False"], **settings)
+    row = f"{model}, {count(batch_size)}, threads"
     return [Case(row, f"sample.py, {number} of 2 threads", command, lengths, samples,
-                 threads=number) for number in (1, 2)]
+                 threads=number, batch_size=batch_size) for number in (1, 2)]
 
 
 def serial_parts(cases):

@@ -28,7 +28,8 @@ class Case:
     enough for them, if the longer one is.
     """
 
-    def __init__(self, row, name, command, lengths, samples, busy=0, threads=None):
+    def __init__(self, row, name, command, lengths, samples, busy=0, threads=None,
+                 batch_size=None):
         self.row = row
         self.name = name
         self.command = command
@@ -36,6 +37,7 @@ class Case:
         self.samples = samples
         self.busy = busy # the number of other programs, each of which uses one core
         self.threads = threads # None: one for each core
+        self.batch_size = batch_size # of cases with threads
         self.times = {length: [] for length in lengths}
         self.memory = []
 
@@ -43,7 +45,8 @@ class Case:
         def command(length):
             return [script if part == SCRIPT else part for part in self.command(length)]
         name = f"{self.name}, other"
-        return Case(self.row, name, command, self.lengths, self.samples, self.busy, self.threads)
+        return Case(self.row, name, command, self.lengths, self.samples, self.busy, self.threads,
+                    self.batch_size)
 
     def run(self):
         """Time both lengths once, after a run that reads the files into memory: the system may have
@@ -72,8 +75,8 @@ class Case:
         return statistics.median(self.rates())
 
     def step(self):
-        """The time of a decode step in milliseconds, if all samples are one batch."""
-        return 1000 * self.samples / self.rate()
+        """The time of a decode step of a batch, in milliseconds."""
+        return 1000 * self.batch_size / self.rate()
 
     def over(self, other):
         """How many times as fast as another case: the median of the rounds."""

@@ -26,7 +26,8 @@ from sampling.backends.backend import EagerBackend
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
-from sampling.params import Prompt, Sample, SamplingParams
+from sampling.params import SamplingParams
+from sampling.samples import Prompt, Sample
 
 
 def prompts_of(*lengths):

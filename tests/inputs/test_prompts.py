@@ -5,7 +5,7 @@ import pytest
 
 from engines import PARAMS, TOKENIZER, make_generator
 from sampling.inputs.prompts import make_samples, read_prompts
-from sampling.params import Prompt
+from sampling.samples import Prompt
 
 
 def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_path):

@@ -20,7 +20,7 @@ from pages import (
 )
 from sampling.outputs.html import short_names
 from sampling.outputs.jsonl import Run
-from sampling.params import Token
+from sampling.samples import Token
 from script_process import run_program
 
 

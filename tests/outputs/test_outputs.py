@@ -9,7 +9,8 @@ from pages import SETTINGS, make_tokens, model_of
 from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import OutputFiles, Outputs
-from sampling.params import Piece, Prompt, Sample, complete_settings
+from sampling.params import complete_settings
+from sampling.samples import Piece, Prompt, Sample
 from script_process import redirected
 
 

@@ -13,7 +13,7 @@ from pages import CodePointTokenizer
 from project import RULE
 from sampling.outputs import html, printer
 from sampling.outputs.printer import TINTS, Printer, Progress
-from sampling.params import Piece, Prompt, Sample, Token
+from sampling.samples import Piece, Prompt, Sample, Token
 from terminal import Terminal
 
 

@@ -18,7 +18,8 @@ from project import SCRIPT
 from sampling.configurator import find_settings, override
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
-from sampling.params import Prompt, Sample, SamplingParams, check_settings
+from sampling.params import SamplingParams, check_settings
+from sampling.samples import Prompt, Sample
 
 pytestmark = pytest.mark.fuzz
 
