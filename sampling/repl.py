@@ -266,9 +266,15 @@ class Session:
     def save(self, path: str) -> None:
         if self.last is None or not path:
             raise ValueError("type :save and the name of a file, after a sample")
-        text = f"{self.last.prompt.text}{self.last_text}\n{RULE}\n"
-        with name_write_errors(path), open(path, "ab") as file:
+        end = f"\n{RULE}\n"
+        text = f"{self.last.prompt.text}{self.last_text}{end}"
+        with name_write_errors(path), open(path, "ab+") as file:
+            file.seek(max(0, file.tell() - len(end)))
+            if file.read(len(end)) not in (b"", end.encode()): # perhaps a checkpoint
+                raise ValueError(f"{path} does not end as :save ends a file, so nothing is added: "
+                                 "give the name of a new file")
             file.write(text.encode("utf-8", errors="replace"))
+        logger.info(f"added to {path}")
 
     def reload(self) -> None:
         self.gpt = None # its memory must be free before the next model is loaded

@@ -58,6 +58,17 @@ def test_a_session_generates_the_samples_of_a_normal_run_and_saves_them_below_ot
     done = reply(f"The \nThe \n{save}:seed=1337\nThe \n{save}")
     assert done.stdout.split(END) == [first, second, first, ""]
     assert (tmp_path / "a").read_text() == second + END + first + END
+    assert done.stderr.count(f"\nadded to {tmp_path}/a\n") == 2
+
+
+def test_a_sample_is_not_added_to_a_checkpoint_or_another_file(reply, char_checkpoint, tmp_path):
+    checkpoint = char_checkpoint / "ckpt.pt"
+    before = checkpoint.read_bytes()
+    (tmp_path / "notes").write_text("a")
+    done = reply(f"The \n:save {checkpoint}\n:save {tmp_path}/notes\n")
+    assert done.stderr.count("does not end as :save ends a file, so nothing is added") == 2
+    assert checkpoint.read_bytes() == before
+    assert (tmp_path / "notes").read_text() == "a"
 
 
 def test_commands_change_the_settings(reply, run):

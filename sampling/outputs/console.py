@@ -161,7 +161,7 @@ def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        reason = error.strerror
+        reason = error.strerror or error
         if isinstance(error, FileNotFoundError):
             folder = os.path.dirname(os.path.realpath(name))
             reason = (f"the folder {folder} is missing, or takes no files; create it, or give "
