@@ -234,9 +234,16 @@ def units(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def names_in(part: Any, kind: str) -> set[str]:
-    """The names that are used in a part of a tree: kind is id, or attr for those of attributes."""
-    root = ast.Tuple(part if isinstance(part, list) else [part])
-    return {getattr(node, kind) for node in ast.walk(root) if hasattr(node, kind)}
+    """The names that a part of a tree uses, but for what is inert: kind is id, or attr for those of
+    attributes.
+    """
+    waiting = [ast.Tuple(part if isinstance(part, list) else [part])]
+    names = set()
+    for node in waiting: # it grows
+        waiting += [child for child in ast.iter_child_nodes(node) if not is_inert(child)]
+        if hasattr(node, kind):
+            names.add(getattr(node, kind))
+    return names
 
 
 def fingerprint(part: Any) -> str:
