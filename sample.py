@@ -117,9 +117,7 @@ def load_gpt(num_total=None):
     # The tokenizer: without a setting, a meta.pkl, or an encoding of tiktoken such as GPT-2's.
     options = ModelOptions(compile, cuda_graphs, draft)
     num_steps = 0 if score else count_steps(num_total, max_new_tokens, batch_size)
-    runs_itself = model_file is not None and batch_size == 1 # in the very shapes of nanoGPT's
-    return load_model(name, is_gpt2, device, dtype, tokenizer, model_file, options, num_steps,
-                      runs_itself)
+    return load_model(name, is_gpt2, device, dtype, tokenizer, model_file, options, num_steps)
 
 
 def command(owns_process=True):

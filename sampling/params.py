@@ -112,6 +112,9 @@ def both(*values: Any) -> bool:
 CONFLICTS = [
     Conflict(("dtype", "compile"), lambda dtype, compile: dtype == "int8" and compile,
              "dtype=int8 does not work with compile=True: leave out one of them"),
+    Conflict(("model_file", "dtype"),
+             lambda path, dtype: path not in (None, "nanogpt") and dtype == "int8",
+             "dtype=int8 needs nanoGPT's own model: leave out dtype, or model_file"),
     Conflict(("model_file", "init_from"), lambda path, source: path and source != "resume",
              "model_file is for a ckpt.pt: leave out init_from, or model_file"),
     Conflict(("out_file", "html_file"), is_same_file, "out_file and html_file must be two files"),

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import glob
@@ -100,7 +101,7 @@ def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]
     finally:
         for key in sys.modules.keys() - before:
             package = sys.modules[key.partition(".")[0]]
-            files = getattr(package, "__path__", None) or [getattr(package, "__file__", None) or ""]
+            files = getattr(package, "__path__", None) or [str(getattr(package, "__file__", ""))]
             # An environment in the folder lies deeper.
             if {*folders} & {*map(os.path.dirname, files)}:
                 found[key] = sys.modules[key]
@@ -261,7 +262,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     has_type = isinstance(error, MemoryError | RuntimeError)
     if isinstance(error, OSError):
         has_type = error.errno == errno.ENOMEM
-    is_named = OUT_OF_MEMORY.search(f"{type(error).__name__} {error}") is not None
+    text = traceback.format_exception_only(error)[-1] # unlike str, it never raises
+    is_named = OUT_OF_MEMORY.search(text) is not None
     return (has_type and is_named) or is_out_of_memory(error.__context__)
 
 

@@ -12,6 +12,7 @@ from sampling.backends.backend import Backend
 from sampling.backends.prepare import choose_device_and_dtype, prepare_backend
 from sampling.checkpoints.build import Checkpoint
 from sampling.checkpoints.huggingface import load_huggingface
+from sampling.checkpoints.model_source import NANOGPT
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.configurator import plain
 from sampling.generation.engine import Engine
@@ -152,15 +153,15 @@ class TextGenerator:
 
 
 def load_model(name: str, is_huggingface: bool, device: str, dtype: str, tokenizer: str | None,
-               model_file: str | None, options: ModelOptions, num_steps: int | None = None,
-               runs_itself: bool = False) -> TextGenerator:
+               model_file: str | None, options: ModelOptions,
+               num_steps: int | None = None) -> TextGenerator:
     """Load the ckpt.pt of this name, or a model of Hugging Face, with its tokenizer.
 
-    device, dtype, tokenizer, model_file: as in sample.py. num_steps: see count_steps. runs_itself:
-    see load_own_model. Raises ValueError or OSError if there is no such model, or if it cannot be
-    used here.
+    device, dtype, tokenizer, model_file: as in sample.py. num_steps: see count_steps. Raises
+    ValueError or OSError if there is no such model, or if it cannot be used here.
     """
-    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, runs_itself)
+    is_nanogpts = model_file not in (None, NANOGPT)
+    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, is_nanogpts)
     # In the caller's inference mode, the weights could not be used outside of it; nor on the
     # caller's default device.
     with torch.inference_mode(False), torch.device("cpu"):
@@ -168,7 +169,7 @@ def load_model(name: str, is_huggingface: bool, device: str, dtype: str, tokeniz
             if is_huggingface:
                 checkpoint = load_huggingface(name, torch_dtype)
             else:
-                checkpoint = load_nanogpt(name, torch_dtype, model_file, runs_itself)
+                checkpoint = load_nanogpt(name, torch_dtype, model_file)
             encoding = load_tokenizer(checkpoint, tokenizer)
         backend = prepare_backend(checkpoint, torch_device, torch_dtype, options, num_steps)
     logger.info(backend.describe())

@@ -27,6 +27,21 @@ ROPE = """
         turn = torch.polar(torch.ones_like(angles), angles)
         q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn for x in (q, k))
         q, k = (torch.view_as_real(x).flatten(-2) for x in (q, k))"""
+COUNTED = """self.init_weights()
+        print(f"{self.count_weights()} weights")
+
+    def count_weights(self):
+        return sum(weight.numel() for weight in self.parameters())
+
+    def crop_block_size(self, block_size):
+        self.config.block_size = block_size
+
+    def configure_optimizers(self, weight_decay):
+        return torch.optim.AdamW(self.parameters(), weight_decay=weight_decay)
+
+"""
+COUNTER = """self.count = getattr(self, "count", 0) + 1
+        x = self.transformer.drop(x * (1 + self.count % 3))"""
 LORA = """
         self.lora_a = nn.Parameter(torch.full((16, 2), 0.1))
         self.lora_b = nn.Parameter(torch.full((2, 24), 0.1))
@@ -62,6 +77,7 @@ OTHERS = { # what computes something else than GPT-2: a part of model.py, and wh
     "a mask": (HEAD, "return self.lm_head(x).index_fill(-1, torch.tensor([3]), -torch.inf), None"),
     "a logit cap": (HEAD, "return 3 * torch.tanh(self.lm_head(x[:, [-1]]) / 3), None"),
     "LoRA merged in eval": ("\n    def init_weights(", LORA),
+    "a counter of calls": ("x = self.transformer.drop(x)", COUNTER),
 }
 EQUAL = { # what computes the same, or the tanh form
     "tanh GELU": (GELU, "nn.GELU(approximate='tanh')"),
@@ -77,6 +93,8 @@ HARMLESS = { # what changes no unit of nanoGPT's model.py
                  "class Block(nn.Module):\n    '''A block.'''\n    # of two layers"),
     "checks": ("start = 0 if", "assert idx.dim() == 2; print(idx.shape); start = 0 if"),
     "prints": (INIT, f"print('initialising')\n                {INIT}"),
+    "methods that only prints call, or training": ("self.init_weights()\n\n", COUNTED),
+    "a download": ("model = cls(", "print(checkpoint)\n        model = cls("),
     "annotations": (FORWARD, "def forward(self, idx: Tensor, targets: Tensor = None,"),
     "imports": ("import math\n", "import math\nimport warnings\nwarnings.simplefilter('ignore')\n"),
     "generate": ("idx.size(1) > block_size", "idx.size(1) >= block_size"),

@@ -18,3 +18,10 @@ def save_gpt2_encoding(folder):
     for name, cached_name in GPT2_FILES.items():
         shutil.copy(data / name, folder / cached_name)
     return folder
+
+
+def nanogpt_folder():
+    """The folder of nanoGPT's own model.py and sample.py, of February 2023, which lightning-gpt
+    contains.
+    """
+    return Path(*find_spec("nanogpt").submodule_search_locations)

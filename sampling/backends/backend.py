@@ -179,7 +179,7 @@ class OwnBackend(Backend):
         self.dtype = dtype
         # With more, a CPU's caches lose activations.
         self.max_forward_tokens = 1024 if device.type == "cpu" else 2**20
-        if model.couples_rows:
+        if model.needs_single_rows:
             self.max_rows = self.max_forward_tokens = 1
         gpt = model.gpt.to(device)
         model.forward = compiled(gpt) if compile else gpt

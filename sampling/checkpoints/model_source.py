@@ -2,7 +2,7 @@
 
 nanoGPT is there to be edited, and an edit that adds no tensor leaves no trace in a ckpt.pt. So the
 model.py near a checkpoint is parsed. Its units, the functions and classes that decide the logits,
-are compared one by one with those of all versions of nanoGPT since January 2023: by digests of
+are compared one by one with those of all versions of nanoGPT since 2023-01-27: by digests of
 their syntax trees, without what changes no logits (comments, docstrings, annotations, assert,
 print).
 """
@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import re
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,7 +28,10 @@ logger = logging.getLogger(__name__)
 CONSENT = ("if the code of its model was edited, pass --model_file with that model.py, which is "
            "run")
 NANOGPT = "nanogpt" # the value of model_file that stands for nanoGPT's own model.py
-MAX_SOURCE_BYTES = 2**20
+# nanoGPT's file has 17 KB, and those of its forks up to 60. A large file would take long to parse.
+MAX_SOURCE_BYTES = 2**17
+# Python joins the parts of an imported name at each dot: 40,000 of them would take a gigabyte.
+LONG_NAME = re.compile(rb"(\.[\s\\]*\w+[\s\\]*){50}")
 # Unit -> digests of nanoGPT's versions, the newest first, and of this project's model.py.
 # Import -> what it imports.
 KNOWN = {
@@ -46,10 +50,14 @@ KNOWN = {
     "new_gelu": "0476ae3e", # the tanh form, which nanoGPT had until June 2023
     "F": "torch.nn.functional", "math": "math", "nn": "torch.nn", "torch": "torch",
 }
+# The units that compute. The others build or import.
+ARITHMETIC = {"GPT.forward", "Block", "CausalSelfAttention", "LayerNorm", "MLP"}
 # Attention as it was for some weeks until April 2023.
 DROPS_WHILE_SAMPLING = "64f8f9a8"
-# Calls that change no logits, as statements: print, and functions of some modules.
-HARMLESS = re.compile(r"(print|(warnings|logging|sys|os)(\.\w+)+)\(")
+# Functions whose calls, as statements, change no logits.
+HARMLESS = re.compile(r"print|(warnings|logging|sys|os)(\.\w+)+")
+# What a file may import that changes no logits, unless it is a neighbour of that name.
+HARMLESS_MODULES = {"torch", "numpy", *sys.stdlib_module_names}
 
 
 class ModelSource(NamedTuple):
@@ -93,14 +101,16 @@ def require_unedited() -> None:
 
 def find_source(checkpoint: Path) -> ModelSource:
     """The model.py that belongs to a ckpt.pt: in its folder, in the parent of that, or in the
-    working directory if the file lies in it. If no file there has a class GPT, it is nanoGPT's
-    newest. Raises ValueError if it is edited.
+    working directory if the file lies in it, or if a train.py is there. If no file there has a GPT,
+    it is nanoGPT's newest. Raises ValueError if it is edited.
     """
     folders = []
     for file in Path(os.path.abspath(checkpoint)), checkpoint.resolve(): # one may be a link
         folders += file.parents[:2]
         if Path.cwd() in file.parents:
             folders.append(Path.cwd())
+    if Path("train.py").is_file(): # a clone of nanoGPT, whose out_dir may lie anywhere
+        folders.append(Path.cwd())
     for path in [folder / "model.py" for folder in dict.fromkeys(folders)]:
         source = read_source(path) if path.is_file() else None
         if source:
@@ -114,17 +124,21 @@ def find_source(checkpoint: Path) -> ModelSource:
 
 
 def read_source(path: Path) -> ModelSource | None:
-    """What the file at path shows; None if it has no class GPT."""
+    """What the file at path shows; None if it does not define or import a GPT."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_SOURCE_BYTES + 1)
         if len(content) > MAX_SOURCE_BYTES:
             raise ValueError(f"more than {MAX_SOURCE_BYTES} bytes")
+        if LONG_NAME.search(content):
+            raise ValueError("a name with more than 50 dots")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # about unknown escapes
-            bindings = find_bindings(ast.parse(content).body)
-        is_model = any(isinstance(value, ast.ClassDef) for value in bindings["GPT"])
-        return compare(path, bindings) if is_model else None
+            body = ast.parse(content).body
+        # An import of * may bind it, too.
+        if not re.search(r"'(GPT|\*)'", canonical(body)):
+            return None
+        return compare(path, find_bindings(body))
     except (OSError, ValueError, SyntaxError, MemoryError, RecursionError) as error:
         reason = " ".join(str(error).split())
         return ModelSource(path, [f"all, as it cannot be read: {reason:.100}"])
@@ -134,8 +148,9 @@ def read_source(path: Path) -> ModelSource | None:
 
 def find_bindings(body: list[ast.stmt]) -> dict[str, list[Any]]:
     """What the statements of a module bind each name to: functions, classes, assignments, and
-    imports as their dotted names. The name * has what could bind any name: imports of it, loops
-    and calls.
+    imports as their dotted names. The name * has what could bind any name, or change what lies in
+    other modules: imports of it, loops, calls and assignments to parts. The name import has all
+    imports.
     """
     bindings = defaultdict(list)
     for node in body:
@@ -147,14 +162,21 @@ def find_bindings(body: list[ast.stmt]) -> dict[str, list[Any]]:
             case ast.Import():
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
-                    bindings[alias.asname or top].append(alias.name if alias.asname else top)
+                    source = alias.name if alias.asname else top
+                    bindings[alias.asname or top].append(source)
+                    bindings["import"].append(source)
             case ast.ImportFrom():
                 for alias in node.names:
-                    bindings[alias.asname or alias.name].append(f"{node.module}.{alias.name}")
+                    source = f"{'.' * node.level}{node.module}.{alias.name}"
+                    bindings[alias.asname or alias.name].append(source)
+                    bindings["import"].append(source)
             case ast.Assign() | ast.AnnAssign():
-                targets = getattr(node, "targets", None) or node.target
+                targets = getattr(node, "targets", None) or [node.target]
                 for name in names_in(targets, "id"):
                     bindings[name].append(node)
+                parts = ast.walk(ast.Tuple(targets))
+                if any(isinstance(part, ast.Attribute | ast.Subscript) for part in parts):
+                    bindings["*"].append(node)
             case ast.If() | ast.Try():
                 for name, values in find_bindings(statements(node)).items():
                     bindings[name] += values
@@ -164,10 +186,10 @@ def find_bindings(body: list[ast.stmt]) -> dict[str, list[Any]]:
 
 
 def statements(node: ast.If | ast.Try) -> list[ast.stmt]:
-    """All that may run of these statements; nothing that runs only in a script."""
-    if "__name__" in canonical(getattr(node, "test", None)):
-        return []
-    found = [*node.body, *node.orelse, *getattr(node, "finalbody", [])]
+    """All that may run of these statements while the file is imported."""
+    found = [*node.orelse, *getattr(node, "finalbody", [])]
+    if not (isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"):
+        found += node.body
     for handler in getattr(node, "handlers", []):
         found += handler.body
     return found
@@ -176,8 +198,10 @@ def statements(node: ast.If | ast.Try) -> list[ast.stmt]:
 def is_inert(node: Any) -> bool:
     """Whether this is a statement that changes no logits."""
     if isinstance(node, ast.Expr):
-        is_docstring = isinstance(node.value, ast.Constant)
-        return is_docstring or HARMLESS.match(ast.unparse(node)) is not None
+        value = node.value
+        if isinstance(value, ast.Call):
+            return HARMLESS.fullmatch(ast.unparse(value.func)) is not None
+        return isinstance(value, ast.Constant) # such as a docstring
     is_bare = isinstance(node, ast.AnnAssign) and node.value is None
     return is_bare or isinstance(node, ast.Assert | ast.Pass)
 
@@ -188,7 +212,12 @@ def compare(path: Path, bindings: dict[str, list[Any]]) -> ModelSource:
     """Compare the class GPT, and all that it uses, with what is known."""
     waiting = ["*", "GPTConfig", "GPT"]
     found = set()
+    neighbours = {file.stem for file in path.parent.iterdir()}
     differences = []
+    for source in bindings["import"]:
+        module = source.partition(".")[0]
+        if module in neighbours or module not in HARMLESS_MODULES:
+            differences.append(source)
     for name in waiting: # it grows
         for value in bindings.get(name, []):
             for unit, part in units(name, value):

@@ -45,12 +45,12 @@ HARMLESS_FIELD = re.compile(
 
 
 def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
-                 model_file: str | None = None, runs_itself: bool = False) -> Checkpoint:
+                 model_file: str | None = None) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
     dtype: torch.int8 quantizes the weights while they are read; with any other, all is float32.
-    model_file: the model.py whose GPT it is, which is run (runs_itself: see load_own_model);
-    NANOGPT: nanoGPT's own; None: also, but a model.py near the checkpoint must agree.
+    model_file: the model.py whose GPT it is, which is run; NANOGPT: nanoGPT's own; None: also, but
+    a model.py near the checkpoint must agree.
     Raises OSError if the file cannot be opened, ValueError if it is damaged or holds no GPT.
     """
     path = finding.checkpoint_path(out_dir)
@@ -67,15 +67,11 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
         if source.drops_while_sampling and fields["config"].dropout:
             source.reject(["dropout while it samples"])
     else:
-        model_args, tensors, fields = read_complete([path], read_own)
+        model_args, tensors, facts, crc = read_complete([path], read_own)
         model_path = Path(os.path.abspath(model_file))
-        fields |= load_own_model(model_path, model_args, tensors, runs_itself)
-        crc = zlib.crc32(fields["crc32"].encode(), fields.pop("source_crc32"))
-        fields["crc32"] = f"{crc:08x}"
+        fields, source = load_own_model(model_path, model_args, tensors)
+        fields |= facts | {"crc32": f"{zlib.crc32(source, crc):08x}"}
     checkpoint = Checkpoint(path=str(path), folder=path.parent, **fields)
-    if checkpoint.own_model and dtype == torch.int8:
-        raise ValueError("dtype=int8 needs a model that computes what GPT-2 does, and that of "
-                         f"{model_file} does not: leave out dtype")
     logger.info(checkpoint.describe())
     return checkpoint
 
@@ -98,9 +94,9 @@ def read_gpt(file: BinaryIO, source: ModelSource, dtype: torch.dtype) -> dict:
     return read_facts(tensor_file) | fields | {"num_init_draws": build.count_init_draws(shapes)}
 
 
-def read_own(file: BinaryIO) -> tuple[dict, dict[str, Tensor], dict]:
-    """For a model of the user's own: its fields, its tensors, and the fields of a Checkpoint that
-    the file has. What its crc32 is of stands in place of it.
+def read_own(file: BinaryIO) -> tuple[dict, dict[str, Tensor], dict, int]:
+    """For a model of the user's own: its fields, its tensors, what the file says of its training,
+    and a checksum of all.
     """
     tensor_file = read_tensor_file(file)
     tensors, _, args = find_entries(tensor_file)
@@ -108,10 +104,10 @@ def read_own(file: BinaryIO) -> tuple[dict, dict[str, Tensor], dict]:
     stored = build.require_tensors(tensors)
     build.require_size(tensor_file, stored)
     read = {name: tensor_file.read(tensor) for name, tensor in stored.items()}
-    text = f"{model_args}\n"
+    lines = [f"{model_args}\n"]
     for name, tensor in stored.items():
-        text += build.checksum_line(name, tensor_file, tensor)
-    return model_args, read, read_facts(tensor_file) | {"crc32": text}
+        lines.append(build.checksum_line(name, tensor_file, tensor))
+    return model_args, read, read_facts(tensor_file), zlib.crc32("".join(lines).encode())
 
 
 def read_facts(file: TensorFile) -> dict:

@@ -1,20 +1,16 @@
 """The GPT of the user's own model.py. Unlike all else in this folder, this runs a file: the one
-that model_file names.
-
-If the model computes what GPT-2 does, the backends of this project run its weights. Otherwise, it
-runs itself.
+that model_file names. Its model then computes the logits.
 """
-import importlib
+import inspect
 import logging
-import math
+import os
 import re
 import sys
 import traceback
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
-from importlib.machinery import SourceFileLoader
+from contextlib import contextmanager, redirect_stdout, suppress
+from copy import deepcopy
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import RLock
@@ -23,21 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sampling.checkpoints import build
-from sampling.checkpoints.build import EMBEDDING, HEAD, MASK_BUFFER, Checkpoint
-from sampling.checkpoints.model_source import is_edited, read_source
-from sampling.model import GPT, GPTConfig
+from sampling.checkpoints.build import MASK_BUFFER
+from sampling.checkpoints.model_source import ARITHMETIC, NANOGPT, read_source
+from sampling.model import GPTConfig
 from sampling.process import import_from, is_out_of_memory
 from sampling.sampler.mt19937 import advance_mt19937
 
 logger = logging.getLogger(__name__)
-# Of logits that two programs compute for one model, in standard deviations of these logits.
+# Of a row's logits, alone and beside others, in standard deviations of these logits.
 TOLERANCE = 1e-4
 MAX_DRAWS = 16 # for each weight, to initialise a model
-# A file may replace what is in torch. Then this project's GPT, too, computes something else.
-MODULES = {module: {**vars(module)} for module in (F, nn)}
 import_lock = RLock() # sys.path and sys.modules belong to the whole process
 imported: set[str] = set() # the modules of the latest model_file
 
@@ -45,12 +38,12 @@ imported: set[str] = set() # the modules of the latest model_file
 class OwnModel:
     """A model of the user's own class GPT, in eval mode. path: of its file, for messages."""
 
-    def __init__(self, path: Path, gpt: nn.Module):
+    def __init__(self, path: Path, gpt: nn.Module, needs_single_rows: bool = False):
         self.path = path
         self.gpt = gpt
         self.forward: Callable[..., Any] = gpt # or what torch.compile makes of it
         # Whether a row's logits depend on the other rows, as with an expert's capacity.
-        self.couples_rows = False
+        self.needs_single_rows = needs_single_rows
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, **targets: Tensor) -> Tensor:
@@ -76,17 +69,19 @@ class OwnModel:
         return logits
 
 
-def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
-                   runs_itself: bool) -> dict[str, Any]:
+def load_own_model(path: Path, model_args: dict,
+                   tensors: dict[str, Tensor]) -> tuple[dict[str, Any], bytes]:
     """Import a model.py, and build its GPT from the fields and the tensors of a checkpoint, as
     nanoGPT does.
 
-    runs_itself: also if it computes what GPT-2 does. Returns the fields config, state_dict,
-    num_init_draws and own_model of a Checkpoint, and source_crc32, a checksum of the file and its
-    neighbours. Raises ValueError, which names the file and its line.
+    Returns the fields config, state_dict, num_init_draws and own_model of a Checkpoint, and the
+    source of the file and its neighbours. Raises ValueError, which names the file and its line.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no model_file {path}")
+    if not (path.is_file() or path.is_dir()): # reading a device or a pipe may never end
+        raise ValueError(f"model_file {path} is a device or a pipe: it must be a model.py, or the "
+                         "folder of a package")
     name = module_name(path)
     with importing(path, name) as modules, torch.random.fork_rng(devices=[]):
         with running(path, "import"):
@@ -103,15 +98,35 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
         with running(path, "GPT"):
             gpt = module.GPT(config)
         num_draws = count_draws(tensors)
+        if num_draws is None:
+            logger.warning(f"{path} sets the seed itself, so the samples are not those of "
+                           "nanoGPT's sample.py")
         load_tensors(path, gpt, tensors)
-        model = OwnModel(path, gpt.eval())
-        fields = examine(model, getattr(gpt, "config", config), runs_itself)
-    if num_draws is None:
-        logger.warning(f"{path} sets the seed itself, so the samples are not those of nanoGPT's "
-                       "sample.py")
-    files = {getattr(module, "__file__", None) for module in modules.values()} - {None}
-    source = b"".join(Path(file).read_bytes() for file in sorted(files))
-    return fields | {"num_init_draws": num_draws or 0, "source_crc32": zlib.crc32(source)}
+        sizes = sizes_of(path, getattr(gpt, "config", config))
+        vocab_size, needs_single_rows = try_model(path, gpt.eval(), sizes)
+    announce(path, gpt)
+    files = {path, *(getattr(module, "__file__", None) for module in modules.values())}
+    files = sorted(filter(os.path.isfile, {*map(str, files)}))
+    source = b"".join(Path(file).read_bytes() for file in files)
+    return {"config": GPTConfig(**sizes | {"vocab_size": vocab_size}),
+            "state_dict": dict(gpt.named_parameters()),
+            "num_init_draws": num_draws or 0,
+            "own_model": OwnModel(path, gpt, needs_single_rows)}, source
+
+
+def announce(path: Path, gpt: nn.Module) -> None:
+    """Say that the model runs itself, and what would be faster."""
+    advice = ""
+    with suppress(TypeError, OSError): # the file of the class is unknown
+        source = read_source(Path(inspect.getfile(type(gpt))))
+        source.warn_of_generate()
+        if not source.differences:
+            advice = (", although it is nanoGPT's own: without model_file, this project's kernels "
+                      "run it much faster")
+        elif ARITHMETIC.isdisjoint(source.differences):
+            advice = (f"; if its edits ({', '.join(source.differences):.100}) change no logits, "
+                      f"--model_file={NANOGPT} is much faster")
+    logger.info(f"{path} runs itself, the whole window for each token, as in nanoGPT{advice}")
 
 
 # ---- the file
@@ -121,39 +136,53 @@ def importing(path: Path, name: str) -> Iterator[dict[str, ModuleType]]:
     """In this block, a model.py finds its neighbours, but not those of the one before.
 
     The dict gets the modules of its folder. They stay in sys.modules, where pickles look for them,
-    if no other module has the place.
+    if no other module has the place. A change of the working directory is undone.
     """
     root = path.parents[name.count(".")]
+    folders = dict.fromkeys(map(str, (root, path.parent, path.parent.parent)))
+    working_directory = os.getcwd()
     with import_lock:
         for key in imported:
             sys.modules.pop(key, None)
-        with import_from(str(root), str(path.parent), name=name.partition(".")[0]) as modules:
-            yield modules
+        try:
+            with import_from(*folders, name=name.partition(".")[0]) as modules:
+                yield modules
+        finally:
+            os.chdir(working_directory)
         imported.clear()
         imported.update(modules.keys() - sys.modules.keys())
         sys.modules.update({key: modules[key] for key in imported})
 
 
 def import_file(path: Path, name: str) -> ModuleType:
-    """Import a model.py, or the package in a folder, under this name."""
-    if "." in name:
-        importlib.import_module(name.rpartition(".")[0])
-    file = str(path / "__init__.py" if path.is_dir() else path)
-    spec = spec_from_file_location(name, file, loader=SourceFileLoader(name, file))
+    """Import a model.py, or the package in a folder, under this name. Its parents come first."""
+    parent = name.rpartition(".")[0]
+    if parent and parent not in sys.modules:
+        import_file(path.parent, parent)
+    file = path / "__init__.py" if path.is_dir() else path
+    if file.exists():
+        loader = SourceFileLoader(name, str(file))
+        spec = spec_from_file_location(name, str(file), loader=loader)
+    else: # a folder that has no __init__.py
+        loader = None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations.append(str(path))
     module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    if loader:
+        loader.exec_module(module)
     return module
 
 
 def module_name(path: Path) -> str:
     """The name by which train.py imports it, such as model; or gpt.model, if the file has relative
-    imports and lies in the folder gpt.
+    imports and lies in the folder gpt. A dot inside of a file's name is none of a module's.
     """
     level = 0
     if path.is_file():
         dots = re.findall(rb"^\s*from\s+(\.+)", path.read_bytes(), re.MULTILINE)
         level = max(map(len, dots), default=0)
-    return ".".join([*path.parts[-1 - level:-1], path.stem])
+    parts = [*path.parts[-1 - level:-1], path.stem]
+    return ".".join(part.replace(".", "_") for part in parts)
 
 
 @contextmanager
@@ -166,7 +195,9 @@ def running(path: Path, what: str) -> Iterator[None]:
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error: # also SystemExit, and types of its own
         if is_out_of_memory(error):
             raise
         where = path
@@ -177,8 +208,9 @@ def running(path: Path, what: str) -> Iterator[None]:
         for file, line in places:
             if Path(file).is_relative_to(path):
                 where = f"{path}, line {line}"
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{where}: {what}: {type(error).__name__}: {reason:.300}") from None
+        # Unlike str, this never raises.
+        reason = " ".join(traceback.format_exception_only(error)[-1].split())
+        raise ValueError(f"{where}: {what}: {reason:.300}") from None
 
 
 # ---- the model
@@ -228,94 +260,50 @@ def load_tensors(path: Path, gpt: nn.Module, tensors: dict[str, Tensor]) -> None
                          f"{misfits}") from None
 
 
-def examine(model: OwnModel, config: Any, runs_itself: bool) -> dict[str, Any]:
-    """Run a model on a few windows: does it return logits, and does this project's GPT compute the
-    same? Returns the fields config, state_dict and own_model of a Checkpoint.
-    """
+def sizes_of(path: Path, config: Any) -> dict[str, int]:
+    """The sizes that the config of a model names."""
     sizes = {}
     for name in "block_size", "vocab_size", "n_layer", "n_head", "n_embd":
         size = getattr(config, name, None)
         if type(size) is int and size > 0:
             sizes[name] = size
     if "block_size" not in sizes:
-        raise ValueError(f"{model.path}: its GPTConfig needs block_size, how many tokens a window "
-                         "has")
-    shape = 8, sizes["block_size"]
+        raise ValueError(f"{path}: its GPTConfig needs block_size, how many tokens a window has")
+    return sizes
+
+
+def try_model(path: Path, gpt: nn.Module, sizes: dict[str, int]) -> tuple[int, bool]:
+    """How many logits a model computes, and whether it needs single rows: because its rows, or its
+    calls, depend on each other.
+
+    A copy of the model runs, so that what it keeps between calls stays as it is.
+    """
+    copy = gpt
+    with suppress(Exception): # a lock, for example, cannot be copied
+        copy = deepcopy(gpt, {id(weight): weight for weight in gpt.parameters()})
+    model = OwnModel(path, copy)
+    shape = 8, min(8, sizes["block_size"])
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(sizes.get("vocab_size", 1), shape, generator=generator)
     start = torch.get_rng_state()
-    model(ids[:1, :1])
-    alone = torch.cat([model(row)[:, -1] for row in ids[:, :8].split(1)])
+    alone = torch.cat([model(row)[:, -1] for row in ids.split(1)])
     if not alone.amax(dim=-1).isfinite().all(): # -inf masks a token
-        raise ValueError(f"{model.path}: forward returns logits that are NaN or infinite")
-    if not distance(model(ids[:, :8])[:, -1], alone) <= TOLERANCE:
-        model.couples_rows = True
-        logger.info(f"{model.path}: a row's logits depend on the other rows, so each sample is "
-                    "computed alone")
-    source = read_source(model.path) if model.path.is_file() else None
-    if source:
-        source.warn_of_generate()
-    if not torch.equal(start, torch.get_rng_state()):
-        logger.warning(f"{model.path}: forward draws random numbers, so the samples cannot be "
-                       "nanoGPT's")
-    elif not (runs_itself or is_edited() or is_patched()):
-        equal = find_equal(model, sizes, ids[:1])
-        if equal:
-            logger.info(f"{model.path} computes what GPT-2 does: the kernels of this project run "
-                        "it")
-            return equal
-    logger.info(f"{model.path} runs itself: it computes the whole window for each token, as in "
-                "nanoGPT")
-    return {"config": GPTConfig(**sizes | {"vocab_size": alone.size(-1)}), "own_model": model,
-            "state_dict": dict(model.gpt.named_parameters())}
+        raise ValueError(f"{path}: forward returns logits that are NaN or infinite")
+    again = model(ids[:1])[:, -1]
+    is_steady = torch.equal(start, torch.get_rng_state()) and are_close(again, alone[:1])
+    if not is_steady:
+        logger.warning(f"{path}: forward draws random numbers, or depends on earlier calls, so the "
+                       "text of its own sample.py cannot be had")
+    elif not are_close(model(ids)[:, -1], alone):
+        is_steady = False
+        logger.info(f"{path}: a row's logits depend on the other rows, so each sample is computed "
+                    "alone")
+    return alone.size(-1), not is_steady
 
 
-@torch.no_grad()
-def find_equal(model: OwnModel, sizes: dict[str, int], ids: Tensor) -> dict[str, Any] | None:
-    """The config and state_dict with which this project's GPT computes the logits of a model after
-    1, 8 and all of these ids; None if it does not.
-    """
-    weights = {name: tensor.float() for name, tensor in model.gpt.state_dict().items()
-               if not MASK_BUFFER.search(name)}
-    windows = [ids[:, :length] for length in (1, 8, ids.size(1))]
-    middle = windows[1]
-    try:
-        is_tied = torch.equal(weights[HEAD], weights[EMBEDDING])
-        config = GPTConfig(**sizes, bias="transformer.ln_f.bias" in weights,
-                           n_inner=len(weights["transformer.h.0.mlp.c_fc.weight"]),
-                           tie_word_embeddings=is_tied)
-        build.require_fit(config, weights)
-        expected = model(middle, targets=middle)[:, -1] # a model may differ only here
-    except (KeyError, ValueError): # other tensors, or no targets
-        return None
-    if is_tied:
-        weights[EMBEDDING] = weights[HEAD]
-
-    def error(gpt: GPT) -> float:
-        return distance(gpt(middle)[0][:, -1], expected)
-
-    gpts = []
-    for gelu in "none", "tanh":
-        variant = replace(config, gelu=gelu)
-        gpts.append(build.build_gpt(Checkpoint("", variant, dict(weights), model.path)))
-    gpt = min(gpts, key=error)
-    errors = [distance(gpt(window)[0][:, -1], model(window)[:, -1]) for window in windows]
-    if all(found <= TOLERANCE for found in [error(gpt), *errors]):
-        return {"config": gpt.config, "state_dict": weights}
-    return None
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of logits, in standard deviations of the expected ones; infinite for
-    other shapes.
-    """
-    if found.shape != expected.shape: # a model may cut what pads its vocabulary
-        return math.inf
+def are_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether logits differ by no more than rounding."""
     expected = expected.float()
     # -inf - -inf is NaN.
     difference = (found.float() - expected).abs().masked_fill(found == expected, 0)
-    return float(difference.max() / expected[expected.isfinite()].std())
-
-
-def is_patched() -> bool:
-    return not all(names.items() <= vars(module).items() for module, names in MODULES.items())
+    return bool(difference.max() <= TOLERANCE * expected[expected.isfinite()].std())

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from forks import EQUAL, HARMLESS, OTHERS, OURS, edit, fork_text
+from forks import EQUAL, HARMLESS, OTHERS, OURS, edit
 from project import PROJECT
 from sampling.checkpoints import model_source
 from script_process import run_program
@@ -43,15 +43,26 @@ def test_harmless_edits_need_no_flag(fork, sample, name):
     ("class MLP(MLP):\n    forward = None", "MLP"),
     ("MLP = Block", "line"),
     ("from layers import *", "layers"),
-    ("from layers import MLP", "MLP"),
+    ("from math import MLP", "MLP"),
+    ("from .layers import Other", ".layers.Other"),
+    ("import patches", "patches"),
+    ("import colorsys", "colorsys"), # a neighbour of that name hides Python's own
+    ("import sys\nsys.modules['math'] = F", "line"),
     ("torch.set_default_dtype(torch.half)", "line"),
     ("for block in [Block]:\n    block.forward = None", "line"),
-    ("try:\n    import fast as F\nexcept ImportError: pass", "F"),
+    ("try:\n    import fast as F\nexcept ImportError: pass", "fast"),
+    ("try:\n    pass\nexcept ImportError:\n    MLP = Block", "line"),
+    ("if __name__ != '__main__':\n    MLP = Block", "line"),
+    ("if __name__ == '__main__':\n    pass\nelse:\n    MLP = Block", "line"),
+    ("if __name__ == '__main__':\n    MLP = Block", None),
+    ("import os, sys, typing, numpy\nsys.path.append('.')", None),
+    ("def unused(x: MLP = None):\n    return MLP", None),
 ])
-def test_statements_that_change_the_model_from_outside_its_classes_are_differences(
-        tmp_path, statement, difference):
+def test_statements_count_if_they_can_change_the_model(tmp_path, statement, difference):
+    (tmp_path / "colorsys.py").touch()
     path = edit(tmp_path, OURS, f"{OURS}\n{statement}\n")
-    assert difference in model_source.read_source(path).differences[0]
+    differences = model_source.read_source(path).differences
+    assert difference in differences[0] if difference else not differences
 
 
 def test_the_digests_of_this_projects_model_py_are_up_to_date():
@@ -78,25 +89,14 @@ def test_an_edit_of_this_projects_model_py_is_never_followed_by_some_backends_on
     assert message in done.stderr
 
 
-def test_nanogpts_older_gelu_is_used_for_its_model_py(fork, sample, monkeypatch):
-    """Of a file all of whose units are known, with the function of nanoGPT's older versions."""
-    path = fork("self.gelu(self.c_fc(x))", "new_gelu(self.c_fc(x))")
-    added = "\n\ndef new_gelu(x):\n    return F.gelu(x, approximate='tanh')\n"
-    path.write_text(path.read_text() + added)
-    monkeypatch.setattr(model_source, "fingerprint", lambda part: "digest")
-    known = dict.fromkeys(model_source.KNOWN, "digest")
-    monkeypatch.setattr(model_source, "KNOWN", known)
-    done = sample()
-    assert "is nanoGPT's from before June 2023: using its GELU, the tanh form" in done.stderr
-    assert done.stdout == fork_text(path)
-
-
 HOSTILE = [
     b"import os\nos.system('touch harm')\nclass GPT: pass",
     b"class GPT:\n  x = (\0)",
     b"\xff\xfeclass GPT: pass",
     b"class GPT:\n x = " + b"-" * 10_000 + b"1",
-    b"class GPT: pass\n" + b"#" * 2**20,
+    b"class GPT: pass\n" + b"#" * 2**17,
+    b"class GPT: pass\nimport a" + b".a" * 50,
+    b"class GPT: pass\nfrom a" + b" \\\n.a" * 50 + b" import a",
     b"class GPT: x = f'{",
 ]
 
@@ -113,11 +113,20 @@ def test_a_strangers_model_py_beside_a_checkpoint_is_never_run(fork, sample, tmp
     assert not (tmp_path / "harm").exists()
 
 
-def test_only_a_model_py_with_a_class_gpt_near_out_dir_counts(fork, sample, run_script, tmp_path):
-    path = fork()
-    (tmp_path / "out/model.py").write_text("from elsewhere import GPT\nclass Bigram: pass\n")
-    assert sample().returncode == 0
-    edit(tmp_path, *OTHERS["SiLU"])
+@pytest.mark.parametrize("content, counts", [
+    ("from gpt import GPT, GPTConfig", True),
+    ("from gpt import *", True),
+    ("class NanoGPT: pass\nGPT = NanoGPT", True),
+    ("class Bigram: pass # no GPT", False),
+])
+def test_a_model_py_counts_if_it_has_a_gpt_from_anywhere(fork, sample, tmp_path, content, counts):
+    fork()
+    (tmp_path / "out/model.py").write_text(content)
+    assert sample().returncode == counts
+
+
+def test_a_model_py_counts_near_out_dir_and_in_a_clone(fork, sample, run_script, tmp_path):
+    path = fork(*OTHERS["SiLU"])
     shutil.copytree(tmp_path / "out", tmp_path / "runs/a/b")
     link = tmp_path.with_suffix(".link")
     link.symlink_to(tmp_path / "out")
@@ -126,5 +135,12 @@ def test_only_a_model_py_with_a_class_gpt_near_out_dir_counts(fork, sample, run_
             sample("--out_dir=runs/a/b/ckpt.pt"), # the working directory's
             run_script(f"--out_dir={link}", cwd="/")):
         assert f"error: {path} is not" in done.stderr
+    elsewhere = tmp_path.with_suffix(".scratch")
+    shutil.move(tmp_path / "out", elsewhere)
+    flag = f"--out_dir={elsewhere}"
+    assert sample(flag).returncode == 0
+    (tmp_path / "train.py").touch()
+    assert f"error: {path} is not" in sample(flag).stderr
+    (tmp_path / "train.py").unlink()
     path.rename(tmp_path / "runs/model.py")
     assert sample("--out_dir=runs/a/b").returncode == 0, "too far away"

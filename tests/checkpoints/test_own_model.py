@@ -1,4 +1,6 @@
 """A model.py that its user has edited, which --model_file runs."""
+import os
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from engines import ON_GPU, TOKENIZER
 from forks import (
     FORKS,
     FORWARD,
+    HARMLESS,
     HEAD,
     INITIALISED,
     NORM,
@@ -25,12 +28,13 @@ OWN = "--model_file=model.py"
 @pytest.mark.parametrize("name", FORKS)
 def test_model_file_gives_the_text_of_nanogpts_loop_over_that_file(fork, sample, name):
     path = fork(*FORKS[name])
-    for more in [], ["--batch_size=1"]:
-        done = sample(OWN, *more)
-        assert done.stdout == fork_text(path)
-        runs_itself = name in OTHERS or bool(more)
-        assert ("model.py runs itself" in done.stderr) == runs_itself
-        assert ("model.py computes what GPT-2 does" in done.stderr) != runs_itself
+    done = sample(OWN)
+    assert done.stdout == fork_text(path)
+    assert "model.py runs itself" in done.stderr
+    assert ("although it is nanoGPT's own" in done.stderr) == (name in HARMLESS)
+    hint = "its edits (GPT.init_weights) change no logits, --model_file=nanogpt is much faster"
+    assert (hint in done.stderr) == (name == "another initialisation")
+    assert ("depends on earlier calls" in done.stderr) == (name == "a counter of calls")
 
 
 # ---- the file
@@ -57,11 +61,37 @@ def test_a_package_finds_its_neighbours_and_not_ours(fork, sample, tmp_path):
     assert not list((tmp_path / "clone").rglob("__pycache__"))
 
 
+@pytest.mark.parametrize("file, added", [
+    ("model_1.5.py", ""),
+    ("gpt-1.0/model.py", "from .layers import nothing\n"),
+    ("src/model.py", "from src.layers import nothing\n"),
+    ("model.py", "import os\nos.chdir('/')\n__file__ = 5\n"),
+])
+def test_a_file_may_have_any_name_and_place_and_change_its_process(fork, sample, file, added):
+    path = fork(*OTHERS["SiLU"])
+    text = fork_text(path)
+    place = path.parent / file
+    place.parent.mkdir(exist_ok=True)
+    (place.parent / "layers.py").write_text("nothing = None\n")
+    place.write_text(f"{added}{path.read_text()}")
+    done = sample(f"--model_file={file}")
+    assert done.stdout == text, done.stderr
+
+
+def test_a_warning_says_that_an_edited_generate_is_not_called_where_the_class_is(fork, sample):
+    path = fork(*HARMLESS["generate"])
+    path.rename(path.with_name("gpt.py"))
+    path.write_text("from gpt import GPT, GPTConfig\n")
+    assert "gpt.py: its generate was edited, and is not called" in sample(OWN).stderr
+
+
 BAD = [ # a part of model.py, what takes its place, and what the error says after its name
     (OURS, "import nothing_here",
      ", line 1: import: ModuleNotFoundError: No module named 'nothing_here'"),
     (OURS, "class GPT(", ", line 1: import: SyntaxError: '(' was never closed"),
     (OURS, "\n\nexit()", ", line 3: import: SystemExit"),
+    (OURS, "class E(BaseException):\n    def __str__(self): raise self\nraise E",
+     ", line 3: import: model.E: <exception str() failed>"),
     (OURS, "class Transformer: pass\nclass GPTConfig: pass",
      " has no class GPT, but Transformer, GPTConfig: write"),
     ("n_embd: int", "width: int", ": GPTConfig with the fields of the checkpoint (n_layer, n_"),
@@ -71,9 +101,9 @@ BAD = [ # a part of model.py, what takes its place, and what the error says afte
      "transformer.h.0.mlp.c_fc.weight: (96, 24) instead of (120, 24)"),
     ("start = 0 if", "exit(3) if", ": forward: SystemExit: 3"),
     (HEAD, "return self.lm_head(x)[:, -1], None",
-     ": forward returns [1, 61] for token ids [1, 1]; it must return"),
+     ": forward returns [1, 61] for token ids [1, 8]; it must return"),
     (HEAD, "return None, None",
-     ": forward returns NoneType for token ids [1, 1]; it must return logits"),
+     ": forward returns NoneType for token ids [1, 8]; it must return logits"),
     (NORM, "x * torch.nan", ": forward returns logits that are NaN or infinite"),
     (*after(INITIALISED, "self.config = None\n\n"),
      ": its GPTConfig needs block_size, how many tokens a window has"),
@@ -106,12 +136,14 @@ def test_score_is_the_loss_of_training_also_if_only_that_is_scaled(fork, tmp_pat
 
 @pytest.mark.parametrize("flag, message", [
     ("--dtype=int8",
-     "dtype=int8 needs a model that computes what GPT-2 does, and that of model.py"),
+     "dtype=int8 needs nanoGPT's own model: leave out dtype"),
     ("--context_shift", "context_shift=True shortens a cache"),
+    ("--model_file=pipe.py", "model_file "),
     ("--init_from=gpt2", "model_file is for a ckpt.pt: leave out init_from"),
 ])
-def test_what_needs_a_cache_or_weights_of_gpt2_is_one_line(fork, sample, flag, message):
+def test_what_a_model_file_cannot_do_is_one_line(fork, sample, tmp_path, flag, message):
     fork(*OTHERS["SiLU"])
+    os.mkfifo(tmp_path / "pipe.py")
     done = sample(OWN, flag)
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith(f"error: {message}")
@@ -148,7 +180,7 @@ def test_a_resumed_run_notices_an_edit_of_the_file_or_of_its_neighbour(fork, sam
 
 @pytest.mark.parametrize("change, message", [
     (("x = self.transformer.drop(x)", "x = F.dropout(x, 0.1)"),
-     "forward draws random numbers, so the samples cannot be nanoGPT's"),
+     "forward draws random numbers, or depends on earlier calls, so the text of its own"),
     ((INITIALISED, "torch.manual_seed(5)\n\n"),
      "sets the seed itself, so the samples are not those"),
 ])
