@@ -43,8 +43,6 @@ FLOAT32 = "float32", "draft=False" # with a draft, for one sample, and without
 def all_cases(folder):
     gpt2 = folder / "124M"
     large = folder / "10.6M"
-    small = folder / "0.8M"
-    row = "0.8M, the default run of 10 x 500"
     return [
         *gpt2_cases(gpt2, 1),
         *gpt2_cases(gpt2, 10),
@@ -57,8 +55,6 @@ def all_cases(folder):
         *threads_cases("124M int8", f"--init_from={gpt2}", 10, 1, (32, 288), dtype="int8"),
         *threads_cases("124M float32", f"--init_from={gpt2}", 10, 1, (32, 288)),
         *threads_cases("10.6M float32", f"--out_dir={large}", 10, 6, (40, 248)),
-        Case(row, "nanoGPT's loop", other("nanogpt", small, 10), (0, 500), 10),
-        Case(row, "sample.py float32", sample_py(f"--out_dir={small}", 10), (0, 500), 10),
     ]
 
 
@@ -162,7 +158,17 @@ def whole_processes(folder):
         (row, "sample.py", sample_py(f"--out_dir={checkpoint}", 1)(1)),
         ("demo, to the first token", "import torch alone", [sys.executable, "-c", "import torch"]),
         ("demo, to the first token", "sample.py", sample_py(demo, 1)(1)),
-        ("demo, default run (10 x 500)", "sample.py", sample_py(demo, 10, start="\n")(500)),
+        *default_runs("10.6M", folder / "10.6M"),
+        *default_runs("0.8M", folder / "0.8M"),
+    ]
+
+
+def default_runs(model, folder):
+    """What a user waits for with no settings: ten samples of 500 tokens, past block_size."""
+    row = f"{model}, default run (10 x 500)"
+    return [
+        (row, "nanoGPT's loop", other("nanogpt", folder, 10)(500)),
+        (row, "sample.py", sample_py(f"--out_dir={folder}", 10, start="\n")(500)),
     ]
 
 
