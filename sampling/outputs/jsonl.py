@@ -95,6 +95,8 @@ class LinesFile:
         self.path = path
         self.is_new = not os.path.exists(path) # a link may lead nowhere
         self.file = open_output(path)
+        # Some network drives and FUSE give a file another inode number at each look.
+        self.has_inode = is_at(path, self.file)
         self.is_ours = False
         self.end = 0 # how many bytes the file has, if is_ours
 
@@ -108,7 +110,7 @@ class LinesFile:
         """If another program has moved, deleted or replaced the file, save a copy of it beside its
         place and raise ValueError.
         """
-        if is_at(self.path, self.file):
+        if is_at(self.path, self.file) or not self.has_inode:
             return
         path = self.path
         self.path = f"{path}.{os.getpid()}"
@@ -290,10 +292,10 @@ def is_record(value: Any) -> bool:
 
 # ---- files
 
-def open_output(path: str) -> BinaryIO:
+def open_output(path: str, is_second: bool = False) -> BinaryIO:
     """Open a file for reading and appending, and lock it for this run.
 
-    Its content stays.
+    Its content stays. is_second: once was not enough.
     Raises ValueError or OSError, which names the file, if it cannot be used, if another run has
     locked it, or if sample.py has not written it.
     """
@@ -313,9 +315,9 @@ def open_output(path: str) -> BinaryIO:
         except BlockingIOError:
             file.close()
             raise ValueError(f"another run writes to {path}: give the file another name") from None
-    if not is_at(path, file): # another run, which has ended, removed it meanwhile
+    if not (is_second or is_at(path, file)): # another run, which has ended, removed it meanwhile
         file.close()
-        return open_output(path)
+        return open_output(path, is_second=True)
     file.seek(0)
     begin = file.read(200) # a new file has nothing, that of a killed run perhaps half a line
     is_line = LINE_START_OF_ANY_VERSION.match(begin) or LINE_START.startswith(begin)

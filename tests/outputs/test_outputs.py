@@ -193,6 +193,18 @@ def test_a_file_that_another_run_removes_meanwhile_is_made_again(start, tmp_path
     assert path.read_bytes().count(b"\n") == 1
 
 
+def test_a_file_system_whose_inode_numbers_change_is_used_without_them(
+        run, files, monkeypatch):
+    """As on Samba and some FUSE."""
+    run(2)
+    whole = files()
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    run(2, overwrite=True)
+    run(3)
+    assert files()["a.jsonl"].startswith(whole["a.jsonl"])
+    assert files()["a.jsonl"].count(b"\n") == 3
+
+
 @pytest.mark.parametrize("paths", [{"html_file": None}, {"out_file": None}], ids=str)
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_a_run_that_ends_before_its_first_sample_leaves_no_file_and_says_so(
