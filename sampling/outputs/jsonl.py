@@ -21,14 +21,15 @@ logger = logging.getLogger(__name__)
 Record = dict[str, Any] # a line
 VERSION = 5 # of the fields of a line
 CHECKSUM = "the checkpoint's checksum"
-# The type of each field that every line has.
+# The type of each field that every line has, and of those of samples and of scores.
 FIELD_TYPES = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
-SAMPLE_FIELDS = "text", "num_tokens", "finish_reason", "cumulative_logprob"
-SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
+SAMPLE_FIELDS = {"text": str, "num_tokens": int, "finish_reason": str, "cumulative_logprob": float}
+SCORE_FIELDS = {"num_tokens": int, "num_bytes": int, "cumulative_logprob": float}
 # The values of settings that are None: a field has the same type in the lines of all runs.
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # Some readers take these characters for the end of a line.
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"}
+REMOVE = "remove it and all lines after it, and give the command that wrote them again"
 
 # How the files begin that sample.py writes.
 LINE_START = b'{"version": %d, "index": ' % VERSION # a line of this version
@@ -47,7 +48,7 @@ class Run:
 
     def line(self, sample: Result) -> bytes:
         record = self.first_fields(sample)
-        for name in SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS:
+        for name in result_fields(sample):
             record[name] = getattr(sample, name)
         record["cumulative_logprob"] = rounded_sum(sample)
         num_top = self.settings.get("logprobs")
@@ -71,6 +72,9 @@ class Run:
                 saved[name] = value
         wanted = {**self.settings, CHECKSUM: self.checkpoint_id["crc32"], **first}
         check_equal(saved, wanted, where)
+        for name, kind in result_fields(sample).items():
+            if type(record.get(name)) is not kind:
+                raise ValueError(f"{where}: its {name} is not what sample.py wrote: {REMOVE}")
 
     def first_fields(self, sample: Result) -> Record:
         prompt = sample.prompt
@@ -143,10 +147,7 @@ class LinesFile:
                                  "file another name, or replace it with --overwrite")
             run.check(record, sample, where)
             if isinstance(sample, Score): # its sums are needed for those of all texts
-                sums = [record.get(name) for name in SCORE_FIELDS]
-                if [*map(type, sums)] != [int, int, float]:
-                    raise ValueError(f"{where}: its sums are not those that sample.py wrote")
-                sample.num_tokens, sample.num_bytes, sample.cumulative_logprob = sums
+                vars(sample).update({name: record[name] for name in SCORE_FIELDS})
             sample.already_saved = True
             num_saved += 1
             yield sample
@@ -183,6 +184,11 @@ class LinesFile:
             # One call, unless the disk is full: Ctrl-C never leaves half a line.
             while line:
                 line = line[os.write(self.file.fileno(), line):]
+
+
+def result_fields(sample: Result) -> dict[str, type]:
+    """The fields of what came of a prompt, and their types."""
+    return SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS
 
 
 def check_equal(saved: Record, wanted: Record, where: str) -> None:
@@ -267,12 +273,13 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:
                     logger.info(f"{where} is truncated, so it is left out")
                     return
                 if not is_record(record):
-                    who = "another program, or an editor,"
-                    if LINE_START_OF_ANY_VERSION.match(line):
-                        who = "another version of sample.py"
-                    raise ValueError(f"{where}: {who} wrote it, so the file is neither used nor "
-                                     "changed: remove the line, give another file, or replace the "
-                                     "whole file with --overwrite")
+                    reason = "another program, or an editor, wrote it: remove it"
+                    if line.startswith(LINE_START):
+                        reason = f"it is damaged, or was edited: {REMOVE}"
+                    elif LINE_START_OF_ANY_VERSION.match(line):
+                        reason = "another version of sample.py wrote it: run that version"
+                    raise ValueError(f"{where}: {reason}, or give another file; this one is "
+                                     "neither used nor changed")
                 yield where, start, line, record
             start += len(line)
 
