@@ -134,10 +134,13 @@ class LinesFile:
         """
         self.require_place()
         num_saved = 0
+        num_logprobs = run.settings.get("logprobs")
+        has_other_logprobs = False
         end = 0
         line = b"\n"
         for where, start, line, record in read_records(self.path):
             end = start + len(line)
+            has_other_logprobs |= record["settings"].get("logprobs") != num_logprobs
             if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]:
                 check_equal(record["settings"], run.settings, where)
                 continue
@@ -156,6 +159,10 @@ class LinesFile:
         self.is_ours = True
         if not line.endswith(b"\n"):
             self.write(b"\n")
+        if has_other_logprobs:
+            logger.warning(f"{self.path} has lines that were not saved with logprobs={num_logprobs}"
+                           ": they stay as they are, also on a page; --overwrite generates all "
+                           "samples again")
         new = list(islice(samples, 1))
         if num_saved:
             saved = plural(num_saved, "text" if "score" in run.settings else "sample")
@@ -192,10 +199,13 @@ def result_fields(sample: Result) -> dict[str, type]:
 
 
 def check_equal(saved: Record, wanted: Record, where: str) -> None:
-    """Raises ValueError, with where and the first difference, unless the values are equal."""
-    for name in dict.fromkeys([*wanted, *saved]):
+    """Raises ValueError, with where and the first difference, unless the values are equal.
+
+    logprobs changes no text, so saved lines may have other ones.
+    """
+    for name in wanted | saved:
         found = saved.get(name)
-        if found != wanted.get(name):
+        if found != wanted.get(name) and name != "logprobs":
             raise ValueError(f"{where}, is from another run: {name} is {found!r:.100} there, and "
                              f"{wanted.get(name)!r:.100} here; give the file another name, run "
                              "with its settings, or replace it with --overwrite")

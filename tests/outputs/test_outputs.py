@@ -171,6 +171,23 @@ def test_without_out_file_the_lines_are_in_the_file_of_the_same_name(
     assert files() == {"a.html": whole["a.html"]}
 
 
+@pytest.mark.parametrize("watch", [False, True])
+def test_lines_without_log_probabilities_stay_and_their_page_has_no_colours(
+        run, files, tmp_path, messages, watch):
+    run(2, html_file=None, watch=watch)
+    before = files()["a.jsonl"]
+    messages.clear()
+    run(2, watch=watch)
+    assert files()["a.jsonl"] == before
+    assert num_shown(tmp_path) == 2
+    assert b'/json">[' not in files()["a.html"]
+    assert "a.jsonl has lines that were not saved with logprobs=5: they stay" in messages[0]
+    if not watch:
+        run(3)
+        assert files()["a.html"].count(b'/json">[') == 1
+        run(3, html_file=None)
+
+
 def test_only_a_file_that_the_run_has_created_is_removed(start, tmp_path):
     (tmp_path / "mine").touch()
     (tmp_path / "link").symlink_to("created")
