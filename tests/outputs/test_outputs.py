@@ -151,6 +151,20 @@ def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp
     assert num_shown(tmp_path) == 3
 
 
+def test_a_page_that_another_run_wrote_meanwhile_is_not_replaced(start, run, files, tmp_path):
+    generate(start(out_file=f"{tmp_path}/b.jsonl"), 2)
+    first = console.before_exit[:]
+    console.before_exit.clear()
+    run(3)
+    page = files()["a.html"]
+    console.before_exit[:] = first
+    with pytest.raises(ValueError, match=r"a\.html during .*b\.jsonl has the samples; give html_f"):
+        console.end_run(0)
+    assert files()["a.html"] == page
+    run(2, out_file=f"{tmp_path}/b.jsonl", html_file=f"{tmp_path}/b.html")
+    assert files()["b.html"].count(b"</article>") == 2
+
+
 def test_without_out_file_the_lines_are_in_the_file_of_the_same_name(
         run, files, tmp_path, capsys):
     lines = tmp_path / "a.jsonl"
