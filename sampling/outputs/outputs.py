@@ -13,7 +13,7 @@ from sampling.outputs.html import write_page
 from sampling.outputs.jsonl import PAGE, LinesFile, Record, Run, open_output, run_settings
 from sampling.outputs.printer import RULE, Printer, Progress
 from sampling.params import Settings, is_same_file
-from sampling.process import peak_memory
+from sampling.process import END_SIGNALS, peak_memory
 from sampling.samples import Piece, Result, Score
 
 if TYPE_CHECKING: # the import would load torch
@@ -91,14 +91,14 @@ class OutputFiles:
     def close(self, status: int) -> None:
         """Write the page of a run that ends early.
 
-        After Ctrl-C or SIGTERM, say how the run goes on. Remove a file that this run has created
+        After a signal such as Ctrl-C, say how the run goes on. Remove a file that this run has created
         and left empty.
         """
         lines = self.lines
         with lines.file:
             self.write_page()
             size = lines.size
-            if status in (130, 143): # Ctrl-C, SIGTERM
+            if status - 128 in END_SIGNALS:
                 self.log_resume()
             if lines.is_new and size == 0:
                 # The file is still locked, so no other run uses it. A link to it stays.
