@@ -91,8 +91,8 @@ class OutputFiles:
     def close(self, status: int) -> None:
         """Write the page of a run that ends early.
 
-        After a signal such as Ctrl-C, say how the run goes on. Remove a file that this run has created
-        and left empty.
+        After a signal such as Ctrl-C, say how the run goes on. Remove a file that this run has
+        created and left empty.
         """
         lines = self.lines
         with lines.file:
