@@ -216,7 +216,7 @@ def parse(name: str, text: str, types: list[str]) -> Any:
         value = text
         # A shell removes the quotes inside a list.
         if "list" in types and re.fullmatch(r"(?s)\[.+]", text):
-            value = [parse(name, f'"{item}"', ["str"]) for item in text[1:-1].split(",")]
+            value = [parse_item(name, item.strip()) for item in text[1:-1].split(",")]
             logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: "
                         f"'\"{text:.100}\"'")
     if text.startswith("("):
@@ -224,6 +224,15 @@ def parse(name: str, text: str, types: list[str]) -> Any:
     if "str" in types and type(value).__name__ not in types:
         return text
     return coerce(name, value, types, text)
+
+
+def parse_item(name: str, text: str) -> str:
+    """The text that an item of a list means, with quotes, without them, or as it stands."""
+    for literal in text, f'"{text}"':
+        value = parse(name, literal, ["str"])
+        if value != literal:
+            return value
+    return text
 
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:

@@ -53,6 +53,7 @@ def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: value is None or rule(value)
 
 
+IS_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)$") # of the name of a file
 TRUE_OR_FALSE = (lambda v: isinstance(v, bool), "must be True or False")
 # Setting or field -> which values it takes, and how to say so.
 RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -89,7 +90,8 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "draft": TRUE_OR_FALSE,
     "context_shift": TRUE_OR_FALSE,
     "batch_size": (optional(whole_number(1, 10**5)), "must be from 1 to 100000, or None"),
-    "out_file": (optional(is_nonempty_text), "must be the path of a file, or None"),
+    "out_file": (optional(lambda v: is_nonempty_text(v) and not IS_COMPRESSED.search(v)),
+                 "must be the path of a file that is not compressed, such as a.jsonl, or None"),
     "logprobs": (optional(whole_number(0, 1000)), "must be from 0 to 1000, or None to save none"),
     "num_logprobs": (optional(whole_number(0)),
                      "must be at least 0, or None for no log-probabilities"),
@@ -120,34 +122,42 @@ CONFLICTS = [
     Conflict(("out_file", "html_file"), is_same_file, "out_file and html_file must be two files"),
     Conflict(("watch", "init_from"), lambda watch, source: watch and source != "resume",
              "watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch"),
-    Conflict(("watch", "interactive"), lambda *values: any(values) and world_size() > 1,
-             "interactive=True and watch=True need a single process: run it without torchrun"),
     Conflict(("watch", "interactive"), both,
              "watch=True does not work with interactive=True: in a session, type :reload"),
+    Conflict(("watch", "interactive"), lambda *values: any(values) and world_size() > 1,
+             "interactive=True and watch=True need a single process: run it without torchrun"),
     Conflict(("score", "interactive"), both,
              "score=True does not work with interactive=True: in a session, type :score"),
-    Conflict(("interactive", "out_file"), both,
-             "interactive=True saves no samples: leave out_file and html_file out"),
-    Conflict(("interactive", "html_file"), both,
-             "interactive=True saves no samples: leave out_file and html_file out"),
+    Conflict(("interactive", "flags", "num_samples"), # in a file, it is for other runs
+             lambda session, flags, _: session and "num_samples" in flags,
+             "interactive=True prints one sample for each prompt: leave out num_samples, and type "
+             ":again for another"),
+    Conflict(("interactive", "out_file", "html_file", "logprobs"),
+             lambda session, *others: session and any(value is not None for value in others),
+             "interactive=True saves no samples: leave out out_file, html_file and logprobs; in a "
+             "session, type :save FILE, or :show_probs"),
     Conflict(("logprobs", "out_file"), lambda number, path: number is not None and not path,
              "logprobs are saved in out_file: give out_file too, or leave logprobs out"),
 ]
 
-ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
+ALIASES = { # names of Hugging Face, llama.cpp, vLLM, OpenAI and gpt-2-simple -> what to suggest
     "p": "start",
     "prompt": "start",
+    "prefix": "start",
     "m": "out_dir or init_from",
     "model": "out_dir or init_from",
     "ckpt": "out_dir",
     "checkpoint": "out_dir",
     "n": "num_samples or max_new_tokens",
     "num_return_sequences": "num_samples",
+    "nsamples": "num_samples",
     "n_predict": "max_new_tokens",
+    "length": "max_new_tokens",
     "max_length": "max_new_tokens",
     "max_tokens": "max_new_tokens",
     "temp": "temperature",
     "repeat_penalty": "repetition_penalty",
+    "truncate": "stop",
     "s": "seed",
     "o": "out_file",
 }
@@ -165,9 +175,6 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
 
     With score, a flag that only sampling has is an error; in a file, such a setting is ignored.
     """
-    if settings["interactive"] and "num_samples" in flags:
-        raise SettingError("interactive=True prints one sample for each prompt: leave out "
-                           "num_samples, and type :again for another", "num_samples")
     if settings["score"]:
         useless = [name for name in SAMPLING_SETTINGS if name in flags]
         if useless:
@@ -175,7 +182,7 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
                                f"{', '.join(useless)}, or score", "score")
         settings = {name: value for name, value in settings.items()
                     if name not in SAMPLING_SETTINGS}
-    check_options(settings)
+    check_options({**settings, "flags": flags})
 
 
 def check_options(options: Settings) -> None:

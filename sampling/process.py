@@ -32,7 +32,8 @@ OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
     # cuBLAS reports the latter if there is no memory for its workspace.
     "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
-END_SIGNALS = signal.SIGINT, signal.SIGTERM # SIGINT: Ctrl-C
+# Those of Ctrl-C, of kill, and of a terminal or a connection that closes: Windows has no SIGHUP.
+END_SIGNALS = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)
 owns_process = False # whether no other code runs in this process; sample.py says so
 first_pid = 0 # of the process that loaded the first model
 
@@ -114,7 +115,7 @@ def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]
 
 @contextmanager
 def system_interrupts() -> Iterator[None]:
-    """Let the system end the script's own process at Ctrl-C or SIGTERM inside this block.
+    """Let the system end the script's own process at one of END_SIGNALS inside this block.
 
     Python calls a handler only between two operations, and a stranger's file can ask for one that
     takes minutes. Process 1, the first one of a container, keeps Python's handlers: for it, the

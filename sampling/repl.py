@@ -19,7 +19,7 @@ from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import SamplingParams, ScoringParams, choose_seed, warn_about_stops
+from sampling.params import CONFLICTS, SamplingParams, ScoringParams, choose_seed, warn_about_stops
 from sampling.process import is_out_of_memory
 from sampling.samples import Prompt, Sample
 from sampling.text_generator import TextGenerator
@@ -310,6 +310,9 @@ def require_setting(name: str) -> None:
     if name in TYPES:
         return
     if name in find_settings(SCRIPT):
+        for names, _, remedy in CONFLICTS:
+            if {"interactive", name} <= {*names}:
+                raise ValueError(remedy)
         raise ValueError(f":{name} is fixed in a session: start another one with --{name}=...")
     near = suggest(name, [*COMMANDS, *TYPES])
     raise ValueError(f"unknown command ':{name:.100}'{near}; :help lists all commands; put a "

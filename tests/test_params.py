@@ -26,7 +26,7 @@ RULES = { # name: valid values, invalid ones, and what the error says
     "dtype": (["float16", "int8"], ["", "int4"], "must be auto"),
     "batch_size": ([1, 10**5], [0, 10**5 + 1], "must be from 1"),
     "draft": ([False], ["gpt2", "False"], "must be True or False"),
-    "out_file": (["-"], ["", "a\0b"], "must be the path"),
+    "out_file": (["-", "a.gz.jsonl"], ["", "a\0b", "a.jsonl.gz"], "must be the path"),
     "html_file": (["a.html"], ["", "a\0b", "-"], "must be the path"),
     "logprobs": ([0, 1000], [-1, 1001], "must be from 0"),
 }
@@ -44,7 +44,9 @@ EXCLUDED = [ # settings that do not work together, and what the error says
     (dict(watch=True, interactive=True),
      "watch=True does not work with interactive=True: in a session, type :reload"),
     (dict(interactive=True, html_file="a"),
-     "leave out_file and html_file out"),
+     "saves no samples: leave out out_file, html_file and logprobs; in a session, type :save"),
+    (dict(interactive=True, logprobs=0),
+     "saves no samples"),
 ]
 
 

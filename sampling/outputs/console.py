@@ -36,13 +36,13 @@ class ConsoleHandler(logging.Handler):
 
 logger = logging.getLogger(__name__)
 _console = ConsoleHandler() # the only one of this process
-# Called with the exit status, also after an error, Ctrl-C or SIGTERM.
+# Called with the exit status, also after an error or one of END_SIGNALS.
 before_exit: list[Callable[[int], None]] = []
 
 
 def setup_console(owns_process: bool = True) -> None:
-    """Set up messages, which standard error then shows, Ctrl-C and SIGTERM, which then end the
-    script at once, and standard output, which then never fails on characters: a terminal shows "?",
+    """Set up messages, which standard error then shows, END_SIGNALS, which then end the script at
+    once, and standard output, which then never fails on characters: a terminal shows "?",
     files and pipes get UTF-8.
 
     Ranks other than 0 show only errors. owns_process: no other code runs in this process, so the

@@ -21,14 +21,15 @@ logger = logging.getLogger(__name__)
 Record = dict[str, Any] # a line
 VERSION = 5 # of the fields of a line
 CHECKSUM = "the checkpoint's checksum"
-# The type of each field that every line has.
+# The type of each field that every line has, and of those of samples and of scores.
 FIELD_TYPES = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
-SAMPLE_FIELDS = "text", "num_tokens", "finish_reason", "cumulative_logprob"
-SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
+SAMPLE_FIELDS = {"text": str, "num_tokens": int, "finish_reason": str, "cumulative_logprob": float}
+SCORE_FIELDS = {"num_tokens": int, "num_bytes": int, "cumulative_logprob": float}
 # The values of settings that are None: a field has the same type in the lines of all runs.
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # Some readers take these characters for the end of a line.
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"}
+REMOVE = "remove it and all lines after it, and give the command that wrote them again"
 
 # How the files begin that sample.py writes.
 LINE_START = b'{"version": %d, "index": ' % VERSION # a line of this version
@@ -47,7 +48,7 @@ class Run:
 
     def line(self, sample: Result) -> bytes:
         record = self.first_fields(sample)
-        for name in SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS:
+        for name in result_fields(sample):
             record[name] = getattr(sample, name)
         record["cumulative_logprob"] = rounded_sum(sample)
         num_top = self.settings.get("logprobs")
@@ -71,6 +72,9 @@ class Run:
                 saved[name] = value
         wanted = {**self.settings, CHECKSUM: self.checkpoint_id["crc32"], **first}
         check_equal(saved, wanted, where)
+        for name, kind in result_fields(sample).items():
+            if type(record.get(name)) is not kind:
+                raise ValueError(f"{where}: its {name} is not what sample.py wrote: {REMOVE}")
 
     def first_fields(self, sample: Result) -> Record:
         prompt = sample.prompt
@@ -95,6 +99,8 @@ class LinesFile:
         self.path = path
         self.is_new = not os.path.exists(path) # a link may lead nowhere
         self.file = open_output(path)
+        # Some network drives and FUSE give a file another inode number at each look.
+        self.has_inode = is_at(path, self.file)
         self.is_ours = False
         self.end = 0 # how many bytes the file has, if is_ours
 
@@ -108,7 +114,7 @@ class LinesFile:
         """If another program has moved, deleted or replaced the file, save a copy of it beside its
         place and raise ValueError.
         """
-        if is_at(self.path, self.file):
+        if is_at(self.path, self.file) or not self.has_inode:
             return
         path = self.path
         self.path = f"{path}.{os.getpid()}"
@@ -128,10 +134,13 @@ class LinesFile:
         """
         self.require_place()
         num_saved = 0
+        num_logprobs = run.settings.get("logprobs")
+        has_other_logprobs = False
         end = 0
         line = b"\n"
         for where, start, line, record in read_records(self.path):
             end = start + len(line)
+            has_other_logprobs |= record["settings"].get("logprobs") != num_logprobs
             if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]:
                 check_equal(record["settings"], run.settings, where)
                 continue
@@ -141,10 +150,7 @@ class LinesFile:
                                  "file another name, or replace it with --overwrite")
             run.check(record, sample, where)
             if isinstance(sample, Score): # its sums are needed for those of all texts
-                sums = [record.get(name) for name in SCORE_FIELDS]
-                if [*map(type, sums)] != [int, int, float]:
-                    raise ValueError(f"{where}: its sums are not those that sample.py wrote")
-                sample.num_tokens, sample.num_bytes, sample.cumulative_logprob = sums
+                vars(sample).update({name: record[name] for name in SCORE_FIELDS})
             sample.already_saved = True
             num_saved += 1
             yield sample
@@ -153,6 +159,10 @@ class LinesFile:
         self.is_ours = True
         if not line.endswith(b"\n"):
             self.write(b"\n")
+        if has_other_logprobs:
+            logger.warning(f"{self.path} has lines that were not saved with logprobs={num_logprobs}"
+                           ": they stay as they are, also on a page; --overwrite generates all "
+                           "samples again")
         new = list(islice(samples, 1))
         if num_saved:
             saved = plural(num_saved, "text" if "score" in run.settings else "sample")
@@ -183,11 +193,19 @@ class LinesFile:
                 line = line[os.write(self.file.fileno(), line):]
 
 
+def result_fields(sample: Result) -> dict[str, type]:
+    """The fields of what came of a prompt, and their types."""
+    return SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS
+
+
 def check_equal(saved: Record, wanted: Record, where: str) -> None:
-    """Raises ValueError, with where and the first difference, unless the values are equal."""
-    for name in dict.fromkeys([*wanted, *saved]):
+    """Raises ValueError, with where and the first difference, unless the values are equal.
+
+    logprobs changes no text, so saved lines may have other ones.
+    """
+    for name in wanted | saved:
         found = saved.get(name)
-        if found != wanted.get(name):
+        if found != wanted.get(name) and name != "logprobs":
             raise ValueError(f"{where}, is from another run: {name} is {found!r:.100} there, and "
                              f"{wanted.get(name)!r:.100} here; give the file another name, run "
                              "with its settings, or replace it with --overwrite")
@@ -265,12 +283,13 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:
                     logger.info(f"{where} is truncated, so it is left out")
                     return
                 if not is_record(record):
-                    who = "another program, or an editor,"
-                    if LINE_START_OF_ANY_VERSION.match(line):
-                        who = "another version of sample.py"
-                    raise ValueError(f"{where}: {who} wrote it, so the file is neither used nor "
-                                     "changed: remove the line, give another file, or replace the "
-                                     "whole file with --overwrite")
+                    reason = "another program, or an editor, wrote it: remove it"
+                    if line.startswith(LINE_START):
+                        reason = f"it is damaged, or was edited: {REMOVE}"
+                    elif LINE_START_OF_ANY_VERSION.match(line):
+                        reason = "another version of sample.py wrote it: run that version"
+                    raise ValueError(f"{where}: {reason}, or give another file; this one is "
+                                     "neither used nor changed")
                 yield where, start, line, record
             start += len(line)
 
@@ -290,10 +309,10 @@ def is_record(value: Any) -> bool:
 
 # ---- files
 
-def open_output(path: str) -> BinaryIO:
+def open_output(path: str, is_second: bool = False) -> BinaryIO:
     """Open a file for reading and appending, and lock it for this run.
 
-    Its content stays.
+    Its content stays. is_second: once was not enough.
     Raises ValueError or OSError, which names the file, if it cannot be used, if another run has
     locked it, or if sample.py has not written it.
     """
@@ -313,9 +332,9 @@ def open_output(path: str) -> BinaryIO:
         except BlockingIOError:
             file.close()
             raise ValueError(f"another run writes to {path}: give the file another name") from None
-    if not is_at(path, file): # another run, which has ended, removed it meanwhile
+    if not (is_second or is_at(path, file)): # another run, which has ended, removed it meanwhile
         file.close()
-        return open_output(path)
+        return open_output(path, is_second=True)
     file.seek(0)
     begin = file.read(200) # a new file has nothing, that of a killed run perhaps half a line
     is_line = LINE_START_OF_ANY_VERSION.match(begin) or LINE_START.startswith(begin)

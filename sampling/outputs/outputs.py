@@ -6,13 +6,14 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sampling.checkpoints.untrusted_files import file_state
 from sampling.inputs.prompts import parse_start
 from sampling.outputs.console import before_exit, plural
 from sampling.outputs.html import write_page
 from sampling.outputs.jsonl import PAGE, LinesFile, Record, Run, open_output, run_settings
 from sampling.outputs.printer import RULE, Printer, Progress
 from sampling.params import Settings, is_same_file
-from sampling.process import peak_memory
+from sampling.process import END_SIGNALS, peak_memory
 from sampling.samples import Piece, Result, Score
 
 if TYPE_CHECKING: # the import would load torch
@@ -50,6 +51,7 @@ class OutputFiles:
         self.page_end = 0 # how many bytes of the lines html_file shows
         if self.html_file is not None:
             self.check_page()
+            self.known_page = self.page_state()
 
     def check_page(self) -> None:
         """Raises ValueError or OSError unless html_file can be written, and may be replaced."""
@@ -65,28 +67,42 @@ class OutputFiles:
             raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give "
                              "html_file another name, or replace it with --overwrite")
 
+    def page_state(self) -> tuple:
+        """What changes when a program writes html_file; () if it is not there."""
+        return (file_state(self.html_file) or ())[:2] # the inode may be another at each look
+
     def write_page(self) -> None:
-        """Make html_file from the saved lines, unless it shows them all."""
+        """Make html_file from the saved lines, unless it shows them all.
+
+        Raises ValueError if another program wrote it during this run.
+        """
         lines = self.lines
-        if self.html_file and lines.is_ours and self.page_end < lines.size:
-            write_page(self.html_file, [lines.path])
+        page = self.html_file
+        if page and lines.is_ours and self.page_end < lines.size:
+            if self.page_state() not in ((), self.known_page):
+                self.html_file = None # it is not tried again
+                raise ValueError(f"another program wrote {page} during this run, so it is not "
+                                 f"replaced: {lines.path} has the samples; give html_file another "
+                                 "name, and the same command makes their page")
+            write_page(page, [lines.path])
+            self.known_page = self.page_state()
             self.page_end = lines.size
 
     def close(self, status: int) -> None:
         """Write the page of a run that ends early.
 
-        After Ctrl-C or SIGTERM, say how the run goes on. Remove a file that this run has created
-        and left empty.
+        After a signal such as Ctrl-C, say how the run goes on. Remove a file that this run has
+        created and left empty.
         """
-        self.write_page()
         lines = self.lines
-        size = lines.size
-        if status in (130, 143): # Ctrl-C, SIGTERM
-            self.log_resume()
-        if lines.is_new and size == 0:
-            # The file is still locked, so no other run uses it. A link to it stays.
-            os.unlink(os.path.realpath(lines.path))
-        lines.file.close()
+        with lines.file:
+            self.write_page()
+            size = lines.size
+            if status - 128 in END_SIGNALS:
+                self.log_resume()
+            if lines.is_new and size == 0:
+                # The file is still locked, so no other run uses it. A link to it stays.
+                os.unlink(os.path.realpath(lines.path))
 
     def log_resume(self) -> None:
         """Say how many samples there are, and how the run goes on."""

@@ -126,20 +126,32 @@ def test_a_field_has_one_type_in_the_lines_of_all_runs(run_script, char_checkpoi
      ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
-    ({"checkpoint": None}, ": another version of sample.py wrote it"),
-    ({"version": 3},
-     ": another version of sample.py wrote it, so the file is neither used nor changed"),
+    ({"text": None}, ": its text is not what sample.py wrote: remove it and all lines after it"),
+    ({"checkpoint": None}, ": it is damaged, or was edited: remove it and all lines after it"),
+    ({"version": 3}, ": another version of sample.py wrote it: run that version, or give another"),
 ], ids=str)
 def test_a_line_of_another_run_is_refused_with_the_first_difference(tmp_path, changes, message):
     path = tmp_path / "a.jsonl"
     run = Run(CHECKPOINT_ID, SETTINGS)
     line = json.loads(line_of(LIKELY))
-    run.check(line, SAMPLE, "") # whatever its text is
+    run.check(line | {"text": "b"}, SAMPLE, "")
     path.write_text(json.dumps(line | changes))
     with pytest.raises(ValueError) as error:
         for where, _, _, record in read_records(path):
             run.check(record, SAMPLE, where)
     assert str(error.value).startswith(f"{path}, line 1{message}")
+
+
+@pytest.mark.parametrize("damage", [
+    lambda line: line[:90] + b"\n", # half a line
+    lambda line: line.replace(b"a", b"\xff"),
+    lambda line: line[:-3] + b', "more": ' + b"[" * 10**5 + b"\n",
+], ids=["half", "not-utf-8", "deep"])
+def test_a_damaged_line_is_not_called_one_of_another_version(tmp_path, damage):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(damage(line_of(LIKELY)))
+    with pytest.raises(ValueError, match=r"line 1: it is damaged, or was edited: remove it and"):
+        list(read_records(path))
 
 
 @pytest.mark.parametrize("notes", [b"my notes\n", b'{"note": 1}\n', b"5"])

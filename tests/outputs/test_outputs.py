@@ -151,6 +151,20 @@ def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp
     assert num_shown(tmp_path) == 3
 
 
+def test_a_page_that_another_run_wrote_meanwhile_is_not_replaced(start, run, files, tmp_path):
+    generate(start(out_file=f"{tmp_path}/b.jsonl"), 2)
+    first = console.before_exit[:]
+    console.before_exit.clear()
+    run(3)
+    page = files()["a.html"]
+    console.before_exit[:] = first
+    with pytest.raises(ValueError, match=r"a\.html during .*b\.jsonl has the samples; give html_f"):
+        console.end_run(0)
+    assert files()["a.html"] == page
+    run(2, out_file=f"{tmp_path}/b.jsonl", html_file=f"{tmp_path}/b.html")
+    assert files()["b.html"].count(b"</article>") == 2
+
+
 def test_without_out_file_the_lines_are_in_the_file_of_the_same_name(
         run, files, tmp_path, capsys):
     lines = tmp_path / "a.jsonl"
@@ -169,6 +183,23 @@ def test_without_out_file_the_lines_are_in_the_file_of_the_same_name(
     with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
         run(2, out_file=None) # no page is replaced without its lines
     assert files() == {"a.html": whole["a.html"]}
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_lines_without_log_probabilities_stay_and_their_page_has_no_colours(
+        run, files, tmp_path, messages, watch):
+    run(2, html_file=None, watch=watch)
+    before = files()["a.jsonl"]
+    messages.clear()
+    run(2, watch=watch)
+    assert files()["a.jsonl"] == before
+    assert num_shown(tmp_path) == 2
+    assert b'/json">[' not in files()["a.html"]
+    assert "a.jsonl has lines that were not saved with logprobs=5: they stay" in messages[0]
+    if not watch:
+        run(3)
+        assert files()["a.html"].count(b'/json">[') == 1
+        run(3, html_file=None)
 
 
 def test_only_a_file_that_the_run_has_created_is_removed(start, tmp_path):
@@ -191,6 +222,18 @@ def test_a_file_that_another_run_removes_meanwhile_is_made_again(start, tmp_path
     monkeypatch.setattr(fcntl, "flock", remove_and_lock)
     generate(start(html_file=None), 1)
     assert path.read_bytes().count(b"\n") == 1
+
+
+def test_a_file_system_whose_inode_numbers_change_is_used_without_them(
+        run, files, monkeypatch):
+    """As on Samba and some FUSE."""
+    run(2)
+    whole = files()
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    run(2, overwrite=True)
+    run(3)
+    assert files()["a.jsonl"].startswith(whole["a.jsonl"])
+    assert files()["a.jsonl"].count(b"\n") == 3
 
 
 @pytest.mark.parametrize("paths", [{"html_file": None}, {"out_file": None}], ids=str)

@@ -26,6 +26,7 @@ CHANGES = { # what arguments change
     "--ends=A --ends=None --ends=B": {"ends": "B"},
     "--ends=[A]": {"ends": ["A"]},
     "--ends=[\\n,it's]": {"ends": ["\n", "it's"]}, # a shell makes it of ["\n", "it's"]
+    '--ends=["a",\tit"s,\'b\',\tc\\]': {"ends": ["a", 'it"s', "b", "c\\"]},
     "--ends=('A','B')": {"ends": ["A", "B"]},
     "--ends=(A)": {"ends": "(A)"},
     "--ends=1,2": {"ends": "1,2"},
