@@ -113,7 +113,7 @@ def test_the_default_dtype_device_and_inference_mode_of_the_caller_do_not_matter
 HANDLER = """
 import signal, sampling
 from sampling.backends import cpu
-cpu.MIN_DRAFT_WEIGHTS = cpu.MIN_DRAFT_TOKENS = 0
+cpu.MIN_DRAFT_PARAMS = cpu.MIN_DRAFT_TOKENS = 0
 gpt = sampling.load("demo", "cpu", draft=False)
 def sample():
     return gpt.generate("ROMEO:", max_new_tokens=30)[0].text
