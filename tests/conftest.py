@@ -2,7 +2,6 @@
 import logging
 import os
 import signal
-import sys
 
 import pytest
 
@@ -13,8 +12,8 @@ import huggingface_hub.constants  # noqa: F401
 import torch
 from hypothesis import HealthCheck, settings
 
-from project import PROJECT, SCRIPT, save_gpt2_encoding
-from script_process import run_here, run_program
+from project import PROJECT, save_gpt2_encoding
+from script_process import run_here
 
 del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
 del os.environ["HF_HUB_OFFLINE"]
@@ -77,15 +76,11 @@ def gpt2_encoding(tiktoken_cache, monkeypatch):
 def run_script(tiktoken_cache):
     """run_script(*arguments, cwd=..., stdin=...) runs sample.py in this process.
 
-    Other keyword arguments are environment variables. With HF_HOME, which is read on loading, it is
-    a new process. Returns a subprocess.CompletedProcess.
+    Other keyword arguments are environment variables. Returns a subprocess.CompletedProcess.
     """
     def run(*arguments, cwd=PROJECT, stdin=b"", **environment):
         environment.setdefault("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
-        if "HF_HOME" not in environment:
-            return run_here(arguments, cwd, stdin, environment)
-        command = sys.executable, SCRIPT, *arguments
-        return run_program(*command, cwd=cwd, status=None, **environment)
+        return run_here(arguments, cwd, stdin, environment)
     return run
 
 

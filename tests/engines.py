@@ -148,7 +148,6 @@ class Recording(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.calls = [] # (operation, its arguments, its result)
-        self.num_replays = 0
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
@@ -163,7 +162,6 @@ class Recording(TorchFunctionMode):
         return result
 
     def replay(self):
-        self.num_replays += 1
         for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
             # otherwise it is a view, or was computed in place

@@ -10,6 +10,7 @@ import torch
 import sampling
 from models import make_gpt, save_checkpoint
 from project import PROJECT
+from sampling.backends.cpu_kernels import LINEAR
 from script_process import run_program
 
 DEMO = PROJECT / "demo"
@@ -106,12 +107,13 @@ def test_the_default_dtype_device_and_inference_mode_of_the_caller_do_not_matter
     finally:
         torch.set_default_dtype(torch.float32)
     assert text(generator) == text(reloaded) == expected
+    assert len(LINEAR["float32"].signatures) == 1, "other types would be compiled again"
 
 
 HANDLER = """
 import signal, sampling
 from sampling.backends import cpu
-cpu.MIN_DRAFT_WEIGHTS = cpu.MIN_DRAFT_TOKENS = 0
+cpu.MIN_DRAFT_PARAMS = cpu.MIN_DRAFT_TOKENS = 0
 gpt = sampling.load("demo", "cpu", draft=False)
 def sample():
     return gpt.generate("ROMEO:", max_new_tokens=30)[0].text

@@ -28,7 +28,7 @@ class Backend:
     config: GPTConfig
     device: torch.device
     dtype: torch.dtype # of its Linears
-    num_params: int # prepare_backend counts them
+    num_params = 0 # prepare_backend counts them
     has_kernels = False # whether numba is loaded, so that the sampler uses its kernels too
     has_cache = True # whether new_cache returns one
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
@@ -107,13 +107,6 @@ class Backend:
         window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0
         logits_bytes = 40 * config.vocab_size # also what sampling makes of them
         return num_tokens * (cache_bytes + window_bytes) + logits_bytes
-
-
-def num_step_weights(config: GPTConfig) -> int:
-    """How many weights a decode step reads: those of the linear layers and of the head."""
-    E = config.n_embd
-    inner = config.n_inner or 4 * config.n_embd
-    return config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
 
 
 def compiled(model: GPT) -> Callable[..., Any]:

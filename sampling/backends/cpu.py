@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sampling import jit
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.backend import Backend, num_step_weights
+from sampling.backends.backend import Backend
 from sampling.checkpoints.build import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
 from sampling.process import has_numba
@@ -25,7 +25,7 @@ GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the
 # With more rows, F.linear is as fast in float32, or faster.
 MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
-MIN_DRAFT_WEIGHTS = 50_000_000 # of a model whose steps wait for memory
+MIN_DRAFT_PARAMS = 50_000_000 # of a model whose steps wait for memory
 MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
 
 
@@ -107,7 +107,7 @@ class CPUBackend(Backend):
         self.weights = weights
         self.dtype = torch.int8 if int8 else torch.float32
         self.draft: CPUBackend | None = None # the copy, once draft_for has made it
-        self.may_make_draft = draft and not int8 and num_step_weights(config) >= MIN_DRAFT_WEIGHTS
+        self.may_make_draft = draft and not int8
         self.draft_lock = RLock() # a signal handler may sample, too
         load_kernels(self.dtype_name)
         self.lm_head = linear("lm_head")
@@ -128,7 +128,8 @@ class CPUBackend(Backend):
     def draft_for(self, num_tokens: int) -> "CPUBackend | None":
         """The int8 copy. The first sample that it pays for makes it; all later ones get it too."""
         with self.draft_lock:
-            if self.may_make_draft and num_tokens >= MIN_DRAFT_TOKENS:
+            is_worth_it = self.num_params >= MIN_DRAFT_PARAMS and num_tokens >= MIN_DRAFT_TOKENS
+            if self.may_make_draft and is_worth_it:
                 self.may_make_draft = False
                 # It may have changed: numba reads a .numba_config.yaml in the working directory.
                 if has_numba(is_required=False):

@@ -9,18 +9,13 @@ import torch
 from torch import nn
 
 from sampling import process
-from sampling.backends.backend import Backend, EagerBackend, OwnBackend, num_step_weights
+from sampling.backends.backend import Backend, EagerBackend, OwnBackend
 from sampling.checkpoints.build import Checkpoint, build_gpt
-from sampling.model import GPT, GPTConfig
+from sampling.model import GPT
 from sampling.params import ModelOptions
 
 logger = logging.getLogger(__name__)
-MIN_EAGER_SECONDS = 1.0 # a shorter run uses no compiled kernels: loading them takes half a second
-# A step of one row with EagerBackend on a CPU, in seconds: for each layer, and for each weight.
-SECONDS_PER_LAYER = 2e-4
-SECONDS_PER_WEIGHT = 4e-10
-# Seconds per position and weight, if a step computes a full window (measured with ten rows).
-SECONDS_PER_WINDOW_PRODUCT = 2e-10
+MIN_KERNEL_STEPS = 50 # loading the kernels takes as long as some steps
 
 
 def choose_device_and_dtype(device: str, dtype: str,
@@ -115,7 +110,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()}
     if checkpoint.own_model:
         backend = OwnBackend(checkpoint.own_model, config, device, dtype, options.compile)
-    elif (wants_kernels(config, device, dtype, options, num_steps)
+    elif (wants_kernels(device, dtype, options, num_steps)
           and process.has_numba(dtype == torch.int8)):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, options.draft)
@@ -143,21 +138,14 @@ def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | 
     return -(-num_samples // (batch_size or Backend.max_rows)) * max_new_tokens
 
 
-def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype,
-                  options: ModelOptions, num_steps: int | None) -> bool:
+def wants_kernels(device: torch.device, dtype: torch.dtype, options: ModelOptions,
+                  num_steps: int | None) -> bool:
     """Whether a run should use CPUBackend's kernels: on a CPU in float32 and int8, unless it is too
     short for them.
     """
-    if device.type != "cpu" or dtype not in (torch.float32, torch.int8) or options.compile:
-        return False
-    if num_steps is None or dtype == torch.int8:
-        return True
-    num_windows = max(0, num_steps - config.block_size)
-    num_weights = num_step_weights(config)
-    step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
-    # Past block_size, each step recomputes it.
-    window = config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT
-    return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS
+    is_long = num_steps is None or num_steps >= MIN_KERNEL_STEPS
+    is_cpu = device.type == "cpu" and not options.compile
+    return is_cpu and (dtype == torch.int8 or (dtype == torch.float32 and is_long))
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

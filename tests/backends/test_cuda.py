@@ -5,6 +5,7 @@ text of all settings.
 """
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
@@ -97,12 +98,22 @@ def test_the_rows_that_stay_get_new_graphs(recordings):
     assert second.pool != first.pool, "torch refuses a pool whose graphs are gone"
 
 
-def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_logits(recordings):
+def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_logits(
+        recordings, monkeypatch):
+    def replay_alone(recording):
+        assert is_idle.acquire(blocking=False), "one thread computes logits at a time"
+        time.sleep(0.001)
+        replay(recording)
+        is_idle.release()
+
     class WaitingBackend(CUDABackend):
         def logits(self, *arguments):
             logits = super().logits(*arguments)
             barrier.wait()
             return logits
+    is_idle = threading.Lock()
+    replay = Recording.replay
+    monkeypatch.setattr(Recording, "replay", replay_alone)
     barrier = threading.Barrier(2, timeout=10)
     backend = WaitingBackend(make_gpt())
     prompts = [[ids] for ids in PROMPTS[:2]]

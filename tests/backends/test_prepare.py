@@ -15,7 +15,7 @@ from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.prepare import choose_device, choose_dtype, count_steps
-from sampling.model import GPT, GPTConfig
+from sampling.model import GPT
 from sampling.params import ModelOptions
 from script_process import run_program, start_script
 
@@ -24,16 +24,23 @@ GPU = torch.device("cuda", 1)
 PROMPTS = random_prompt(5, 2).tolist()
 
 
-def prepare_backend(device=CPU, num_steps=None, **options):
-    """The backend for a small model in float32."""
+def prepare_backend(device=CPU, num_steps=None, dtype=torch.float32, **options):
+    """The backend for a small model."""
     checkpoint = as_checkpoint(make_gpt())
-    options = ModelOptions(**options)
-    return prepare.prepare_backend(checkpoint, device, torch.float32, options, num_steps)
+    return prepare.prepare_backend(checkpoint, device, dtype, ModelOptions(**options), num_steps)
 
 
-@pytest.mark.parametrize("num_steps, expected", [(None, CPUBackend), (20, EagerBackend)])
-def test_a_cpu_gets_the_kernels_unless_the_run_is_short(num_steps, expected):
-    backend = prepare_backend(num_steps=num_steps)
+@pytest.mark.parametrize("dtype, options, num_steps, expected", [
+    (torch.float32, {}, 50, CPUBackend),
+    (torch.float32, {}, None, CPUBackend),
+    (torch.float32, {}, 49, EagerBackend), # loading the kernels would take longer
+    (torch.int8, {}, 1, CPUBackend),
+    (torch.bfloat16, {}, None, EagerBackend),
+    (torch.float32, {"compile": True}, None, EagerBackend),
+], ids=str)
+def test_a_cpu_gets_the_kernels_in_float32_and_int8_unless_the_run_is_short(
+        dtype, options, num_steps, expected):
+    backend = prepare_backend(CPU, num_steps, dtype, **options)
     assert type(backend) is expected
     assert backend.device == CPU
 
@@ -42,28 +49,6 @@ def test_a_cpu_gets_the_kernels_unless_the_run_is_short(num_steps, expected):
     (10, None, 500), (64, None, 500), (65, None, 1000), (10, 4, 1500), (None, 4, None)])
 def test_the_steps_of_a_run_are_those_of_full_batches(num_samples, batch_size, expected):
     assert count_steps(num_samples, 500, batch_size) == expected
-
-
-GPT2 = GPTConfig()
-DEMO = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65)
-# Its windows take long, not its steps.
-SMALL = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65)
-
-
-@pytest.mark.parametrize("config, device, num_steps, dtype, expected", [
-    (GPT2, "cpu", 20, torch.float32, True),
-    (GPT2, "cpu", 5, torch.float32, False),
-    (SMALL, "cpu", 500, torch.float32, True),
-    (DEMO, "cpu", 50, torch.float32, False),
-    (DEMO, "cpu", 50, torch.int8, True),
-    (DEMO, "cpu", None, torch.bfloat16, False),
-    (DEMO, "mps", None, torch.float32, False),
-], ids=str)
-def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(
-        config, device, num_steps, dtype, expected):
-    device = torch.device(device)
-    found = prepare.wants_kernels(config, device, dtype, ModelOptions(), num_steps)
-    assert found == expected
 
 
 @pytest.mark.parametrize("variable, value, reason", [

@@ -3,6 +3,7 @@ server.
 """
 import json
 import re
+import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import sampling
 from hf_tokenizers import gpt2_tokenizer_json, save_tokenizer
 from models import make_gpt, make_transformers_gpt2, save_checkpoint
+from project import SCRIPT
 from sampling.checkpoints.finding import ALIASES
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.model import GPT
+from script_process import run_program
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -281,13 +284,17 @@ def hub(tmp_path):
         server.shutdown()
 
 
+def run_online(*arguments, **options):
+    """Run sample.py as a new process, because the hub's variables are read on loading."""
+    return run_program(sys.executable, SCRIPT, *arguments, status=None, **options)
+
+
 def write_json(path, content):
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(content))
 
 
-def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(
-        hub, run_script, tmp_path):
+def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, tmp_path):
     folder = tmp_path / "someone/tiny/resolve" / COMMIT
     size = save_tokenizer("byte-level", folder)
     make_transformers_gpt2(vocab_size=size).save_pretrained(folder)
@@ -298,13 +305,13 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(
              for path in folder.iterdir()]
     write_json(api / "tree" / COMMIT, files)
     run = "--init_from=someone/tiny", *FAST
-    first = run_script(*run, **hub.env)
+    first = run_online(*run, **hub.env)
     assert first.stdout.startswith("Hello"), first.stderr
     assert {"tokenizer.json", "part-2.safetensors"} <= {*hub.asked_for}
     # The index does not name this one.
     assert "model-00001-of-00002.safetensors" not in hub.asked_for
     hub.asked_for.clear()
-    offline = run_script(*run, **hub.env | {"HF_HUB_OFFLINE": "1"})
+    offline = run_online(*run, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert offline.stdout == first.stdout, offline.stderr
     assert not hub.asked_for
 
@@ -322,12 +329,12 @@ ELSEWHERE = "; for the hub's model of this name, run the command in another fold
     ("a/out-shakespeare-char", f"found out-shakespeare-char, .*{ELSEWHERE}"),
 ])
 def test_a_name_like_a_path_or_a_model_that_is_here_is_not_asked_of_the_hub(
-        name, message, hub, run_script, tmp_path):
+        name, message, hub, tmp_path):
     here = tmp_path / "here"
     for folder in "out-shakespeare-char", "gpt2-finetuned", "gpt-2":
         save_checkpoint(here / folder, make_gpt())
     (here / "runs").mkdir()
-    done = run_script(f"--init_from={name}", cwd=here, **hub.env)
+    done = run_online(f"--init_from={name}", cwd=here, **hub.env)
     assert re.search(f"^error: .*{message}", done.stderr, re.M), done.stderr
     assert bool(hub.asked_for) == (message is IS_ASKED)
 
@@ -339,7 +346,7 @@ def test_gpt2s_vocabulary_comes_from_the_hub_at_last(
     run = f"--init_from={gpt2_folder}", *FAST
     expected = run_script(*run).stdout
     env = hub.env | {"HTTPS_PROXY": NOWHERE} # of tiktoken's downloads
-    assert run_script(*run, **env).stdout == expected
-    dead = run_script(*run, **env | {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(tmp_path / "other")})
+    assert run_online(*run, **env).stdout == expected
+    dead = run_online(*run, **env | {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(tmp_path / "other")})
     assert "the download from Hugging Face's hub failed" in dead.stderr
     assert "Retry" not in dead.stderr

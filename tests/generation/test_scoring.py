@@ -67,6 +67,10 @@ def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
     assert found.nats_per_token == pytest.approx(loss, rel=1e-4)
     assert found.num_tokens == ids.size(1) - 1
     assert text_of(found) == text
+    # The last character has two tokens, of which this keeps the first.
+    params = ScoringParams(max_tokens=found.num_tokens)
+    *_, (cut, _) = gpt.run([make_score(text, ids[0].tolist())], params)
+    assert text_of(cut) == f"{text[:-1]}\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("text, num_first", [
