@@ -320,6 +320,20 @@ def test_forms_of_checkpoints_load(form, protocol, tmp_path, monkeypatch):
     assert same_model(save_checkpoint(tmp_path, model, **entries), model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_head_that_differs_counts_for_the_embedding_too_as_in_nanogpt(dtype, tmp_path, messages):
+    model = make_gpt()
+    weights = dict(reversed(model.state_dict().items()))
+    tied = load_nanogpt(save_checkpoint(tmp_path / "tied", model, model=weights), dtype)
+    weights[EMBEDDING] = weights[HEAD] / 2
+    found = load_nanogpt(save_checkpoint(tmp_path, model, model=weights), dtype)
+    assert messages[1].startswith(f"{tmp_path}/ckpt.pt: its lm_head.weight and transformer.wte")
+    assert found.crc32 == tied.crc32
+    assert found.num_init_draws == tied.num_init_draws == count_init_draws(model.state_dict())
+    assert found.config == model.config
+    torch.testing.assert_close(found.state_dict, tied.state_dict, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("key, config, gelu", [
     ("config", SIZES, "tanh"),
     ("model_args", GPTConfig(**SIZES), "tanh"),
