@@ -93,8 +93,8 @@ def read_gpt(file: BinaryIO, source: ModelSource, dtype: torch.dtype) -> dict:
         if config.tie_word_embeddings and not fields["config"].tie_word_embeddings:
             # nanoGPT's load_state_dict copies both into one tensor, the head last.
             logger.warning(f"{file.name}: its lm_head.weight and transformer.wte.weight differ; "
-                           "the first one counts for both, as in nanoGPT; if its model does not tie "
-                           "them, pass --model_file with its model.py, which is run")
+                           "the first one counts for both, as in nanoGPT; if its model does not "
+                           "tie them, pass --model_file with its model.py, which is run")
             stored[build.EMBEDDING] = stored[build.HEAD]
             fields = build.read_model(config, stored, dtype)
     except RejectedFileError as error:
