@@ -31,7 +31,8 @@ def make_gpt(seed=1, **changes):
 
 def save_repeating(folder, ids, vocab_size):
     """Write the checkpoint of a model that says these tokens again and again."""
-    model = make_gpt(n_layer=1, n_head=1, n_embd=8, vocab_size=vocab_size)
+    model = make_gpt(n_layer=1, n_head=1, n_embd=8, vocab_size=vocab_size,
+                     tie_word_embeddings=False)
     weights = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
     weights["transformer.ln_f.weight"] += 1
     for k, token_id in enumerate(ids):
@@ -52,8 +53,9 @@ def as_checkpoint(model):
 
 
 def nanogpt_args(config):
-    """The model_args that nanoGPT's train.py would save."""
-    return {name: getattr(config, name) for name in SHAPE}
+    """The model_args that nanoGPT's train.py would save; in nanoGPT, each head is tied."""
+    names = [*SHAPE] if config.tie_word_embeddings else [*SHAPE, "tie_word_embeddings"]
+    return {name: getattr(config, name) for name in names}
 
 
 def save_checkpoint(folder, model, /, meta=True, config=None, **changes):

@@ -107,7 +107,8 @@ def share_head(stored: StoredTensors) -> StoredTensors:
 def require_tensors(tensors: object) -> dict[str, StoredTensor]:
     """Raises RejectedFileError unless this is a mapping of names to tensors."""
     named = unwrap(tensors)
-    reason = "it must hold tensors by name, but holds "
+    reason = ("it must hold tensors by name (the state_dict() of a module, the full_tensor() "
+              "of a DTensor, nothing quantized), but holds ")
     require(isinstance(named, dict) and named, reason + describe(tensors or None))
     for name, tensor in named.items():
         is_tensor = isinstance(name, str) and isinstance(tensor, StoredTensor)

@@ -36,6 +36,8 @@ OTHERS = {
     "*.index": "TensorFlow's, as gpt-2-simple saves it",
     "*.gguf": "llama.cpp's",
     "*.onnx": "ONNX's",
+    "data.pkl": "a part of an unpacked ckpt.pt",
+    "*.distcp": "torch.distributed.checkpoint's, which saved a model in parts",
     "zero_to_fp32.py": "DeepSpeed's, which saved a model in parts",
     "model.*.safetensors": "a variant of the weights",
 }

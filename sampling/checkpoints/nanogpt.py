@@ -80,12 +80,19 @@ def read_gpt(file: BinaryIO, source: ModelSource, dtype: torch.dtype) -> dict:
     """The fields of a Checkpoint from a file of nanoGPT's own GPT, with the GELU of source."""
     tensor_file = read_tensor_file(file)
     tensors, args_key, args = find_entries(tensor_file)
+    stored = build.share_head(build.tensors_by_name(tensors, tensor_file))
     try:
-        model_args = gpt_args(args_key, args, source)
-        stored = build.share_head(build.tensors_by_name(tensors, tensor_file))
         # Older checkpoints have no field bias.
-        model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
-        fields = build.read_model(GPTConfig(**model_args), stored, dtype)
+        has_bias = "transformer.ln_f.bias" in stored
+        config = GPTConfig(**{"bias": has_bias} | gpt_args(args_key, args, source))
+        fields = build.read_model(config, stored, dtype)
+        if config.tie_word_embeddings and not fields["config"].tie_word_embeddings:
+            # nanoGPT's load_state_dict copies both into one tensor, the head last.
+            logger.warning(f"{file.name}: its lm_head.weight and transformer.wte.weight differ; "
+                           "the first one counts for both, as in nanoGPT; if its model does not "
+                           "tie them, pass --model_file with its model.py, which is run")
+            stored[build.EMBEDDING] = stored[build.HEAD]
+            fields = build.read_model(config, stored, dtype)
     except RejectedFileError as error:
         raise RejectedFileError(f"{error}; {CONSENT}") from None
     # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets
@@ -127,7 +134,8 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
     nanoGPT saves the entries model and model_args; build-nanogpt saves model and config.
     """
     entries = file.content if isinstance(file.content, dict) else {}
-    model_key = "model" if "model" in entries else "model_state_dict"
+    model_keys = "model", "model_state_dict", "state_dict"
+    model_key = next((key for key in model_keys if key in entries), "")
     args_key = "model_args" if "model_args" in entries else "config"
     args = entries.get(args_key)
     fields = fields_of(args)
@@ -136,7 +144,7 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
             f"OmegaConf.to_container(checkpoint[{args_key!r}]) returns")
     missing = SIZES - (fields or {}).keys()
     lacking = ""
-    if model_key not in entries:
+    if not model_key:
         lacking = "model"
     elif args_key == "config" and missing: # without model_args, it may hold train.py's settings
         lacking = f"{', '.join(sorted(missing))} in model_args or config"

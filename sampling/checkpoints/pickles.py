@@ -241,6 +241,8 @@ DTYPES = {
 }
 FUNCTIONS = {
     "_codecs.encode": encode,
+    "torch._tensor._rebuild_from_type_v2": lambda function, kind, *rest: Note(kind.name),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": lambda tensor, *rest: tensor, # of a TPU
     "numpy.core.multiarray.scalar": numpy_scalar,
     "numpy._core.multiarray.scalar": numpy_scalar,
     "torch._utils._rebuild_tensor": rebuild_tensor,

@@ -49,6 +49,16 @@ class Slots:
     __init__ = Namespace.__init__
 
 
+class OnTPU:
+    """A tensor that was on a TPU, as torch.save writes it."""
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __reduce__(self):
+        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
+        return rebuild, (self.tensor, self.tensor.dtype, "xla:0", False)
+
+
 class Mapping(dict):
     """A subclass of dict, such as those that give items as attributes."""
 
@@ -88,6 +98,8 @@ ADVICE = [ # what is there, older files first; the setting; a part of the line
     ("x/config.json x/a.gguf", "init_from=x/a.gguf", "x/a.gguf is llama.cpp's: docs/usage.md"),
     ("x/adapter_model.safetensors", "out_dir=x", "x/adapter_model.safetensors is an adapter, "),
     ("model.fp16.safetensors", "out_dir=.", "model.fp16.safetensors is a variant of the weights: "),
+    ("x/data.pkl", "out_dir=x", "x/data.pkl is a part of an unpacked ckpt.pt: docs/usage.md"),
+    ("x/__0_0.distcp", "init_from=x", "x/__0_0.distcp is torch.distributed.checkpoint's, "),
 ]
 
 
@@ -246,6 +258,7 @@ WEIGHTS = { # what a file may have instead of these weights
     "no-embedding": without(EMBEDDING),
     "views-of-one-record": each(lambda weight: torch.stack([weight, weight])[1]),
     "parameters": each(torch.nn.Parameter),
+    "on-a-tpu": each(OnTPU),
     "a-subclass-of-dict": Mapping,
     "float16": each(torch.Tensor.half),
     "bfloat16": each(torch.Tensor.bfloat16),
@@ -292,6 +305,21 @@ def test_forms_of_checkpoints_load(form, protocol, tmp_path, monkeypatch):
     assert same_model(save_checkpoint(tmp_path, model, **entries), model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_head_that_differs_counts_for_the_embedding_too_as_in_nanogpt(dtype, tmp_path, messages):
+    model = make_gpt()
+    weights = dict(reversed(model.state_dict().items()))
+    tied = load_nanogpt(save_checkpoint(tmp_path / "tied", model, model=weights), dtype)
+    weights[EMBEDDING] = weights[HEAD] / 2
+    found = load_nanogpt(save_checkpoint(tmp_path, model, model=weights), dtype)
+    assert messages[1].startswith(f"{tmp_path}/ckpt.pt: its lm_head.weight and transformer.wte")
+    assert found.crc32 == tied.crc32
+    assert found.num_init_draws == tied.num_init_draws == count_init_draws(model.state_dict())
+    assert found.config == model.config
+    torch.testing.assert_close(found.state_dict, tied.state_dict, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model_key", ["model_state_dict", "state_dict"])
 @pytest.mark.parametrize("key, config, gelu", [
     ("config", SIZES, "tanh"),
     ("model_args", GPTConfig(**SIZES), "tanh"),
@@ -299,12 +327,13 @@ def test_forms_of_checkpoints_load(form, protocol, tmp_path, monkeypatch):
     ("model_args", Namespace(**SIZES), "none"),
     ("model_args", SIZES, "none"),
 ])
-def test_build_nanogpts_files_load_with_its_form_of_gelu(key, config, gelu, tmp_path):
+def test_build_nanogpts_files_load_with_its_form_of_gelu(
+        key, config, gelu, model_key, tmp_path):
     model = make_gpt(gelu=gelu)
     weights = model.state_dict()
     path = tmp_path / "model_19072.pt"
     facts = {"step": 19072, "val_loss": 3.05}
-    torch.save({"model_state_dict": weights, key: config, **facts}, path)
+    torch.save({model_key: weights, key: config, **facts}, path)
     checkpoint = load_nanogpt(path)
     assert checkpoint.iter_num == 19072
     assert checkpoint.val_loss == 3.05
@@ -356,13 +385,14 @@ ONES = torch.ones(2)
 ONE = {"a": ONES}
 REFUSED = [
     ({"epoch": 9, "state_dict": ONE},
-     "it lacks model, and holds 'epoch', 'state_dict'; docs/usage.md"),
+     "it lacks block_size, n_embd, n_head, n_layer, vocab_size in model_args or config, and holds"),
+    ({"epoch": 9}, "it lacks model, and holds 'epoch'; docs/usage.md"),
     ({"model": {}, "config": {"n_layer": 2, "learning_rate": 1}},
      "lacks block_size, n_embd, n_head, vocab_size in model_args or config, and holds 'model', 'c"),
     ({"model": {}, "config": DictConfig(**SHAPE)}, "OmegaConf.to_container(checkpoint['config'])"),
 ]
 REFUSED_MODELS = [ # model, model_args, a part of the line
-    (Namespace(), SHAPE, "must hold tensors by name, but holds argparse.Namespace"),
+    (Namespace(), SHAPE, "nothing quantized), but holds argparse.Namespace"),
     ({"a": ONES.to(torch.int8)}, {}, "only dense floating point"),
     ({"a": ONES.to_sparse()}, {}, "'a': torch._utils._rebuild_sparse_tensor"),
     ({"a": torch._neg_view(ONES)}, {}, "'a': a tensor whose metadata changes its values"),
@@ -390,3 +420,22 @@ def test_a_checkpoint_of_no_gpt_is_refused(content, message, tmp_path):
     path = tmp_path / "ckpt.pt"
     torch.save(content, path)
     assert_refused(path, message)
+
+
+def test_a_save_that_no_model_py_can_load_gets_no_advice_to_pass_one(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sharded = distribute_tensor(ONES, DeviceMesh("cpu", [0]), [Replicate()])
+    dist.destroy_process_group()
+    names = "the state_dict() of a module, the full_tensor() of a DTensor, nothing quantized"
+    for model, found in [
+            (torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
+            ({"a": sharded}, "'a': torch.distributed.tensor.DTensor"),
+            ({"a": torch.nn.Parameter(sharded)}, "'a': torch.distributed.tensor.DTensor"),
+            ({"_packed_params.dtype": torch.qint8}, "'_packed_params.dtype': torch.qint8")]:
+        path = tmp_path / "ckpt.pt"
+        torch.save({"model": model, "model_args": SHAPE}, path)
+        error = error_for(f"out_dir={path}")
+        assert f"({names}), but holds {found}" in error
+        assert "--model_file" not in error
