@@ -204,7 +204,7 @@ def choose_seed(seed: int | str, flag: str = "--seed") -> int:
     return seed
 
 
-def warn_about_stops(stop_texts: list[str], newline: str = "--stop='\"\\n\"'") -> None:
+def warn_about_spelling(stop_texts: list[str], newline: str = "--stop='\"\\n\"'") -> None:
     for text in stop_texts:
         composed = unicodedata.normalize("NFC", text)
         if text != composed:
@@ -271,7 +271,7 @@ def choose_params(settings: Settings) -> SamplingParams | ScoringParams:
         num_logprobs = 0
     values = {f.name: settings[f.name] for f in fields(SamplingParams) if f.name in settings}
     params = SamplingParams(**values, num_logprobs=num_logprobs)
-    warn_about_stops(params.stop_texts)
+    warn_about_spelling(params.stop_texts)
     return params
 
 

@@ -19,7 +19,13 @@ from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import CONFLICTS, SamplingParams, ScoringParams, choose_seed, warn_about_stops
+from sampling.params import (
+    CONFLICTS,
+    SamplingParams,
+    ScoringParams,
+    choose_seed,
+    warn_about_spelling,
+)
 from sampling.process import is_out_of_memory
 from sampling.samples import Prompt, Sample
 from sampling.text_generator import TextGenerator
@@ -194,7 +200,7 @@ class Session:
         # Within a step, an exception could leave the model in an inconsistent state.
         signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         try:
-            with closing(gpt.run([sample], self.params, batch_size=1, stream=True)) as steps:
+            with closing(gpt.run([sample], self.params, stream=True)) as steps:
                 for _, pieces in steps:
                     if interrupts and sample.finish_reason is None:
                         self.printer.write(f"\n{RULE}\n")
@@ -245,7 +251,7 @@ class Session:
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stops(params.stop_texts, ':stop="\\n"')
+            warn_about_spelling(params.stop_texts, ':stop="\\n"')
 
     def sample_again(self) -> None:
         last = self.require_sample()

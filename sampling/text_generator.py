@@ -58,7 +58,7 @@ class TextGenerator:
         of params.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
-        samples = self.make_samples(prompts, num_samples)
+        samples = self.samples_of(prompts, num_samples)
         steps = self.run(samples, params, batch_size, **settings)
         return [sample for sample, _ in steps if sample.finish_reason]
 
@@ -66,7 +66,7 @@ class TextGenerator:
                **settings: Any) -> Iterator[str]:
         """Yield the text of one sample in parts, while it is generated. settings: as for generate.
         """
-        steps = self.run(self.make_samples([prompt]), params, batch_size=1, stream=True, **settings)
+        steps = self.run(self.samples_of([prompt]), params, stream=True, **settings)
         return (text for _, pieces in steps if (text := "".join(piece.text for piece in pieces)))
 
     def score(self, text: str, num_logprobs: int = 0) -> Score:
@@ -74,11 +74,11 @@ class TextGenerator:
         tokens in its place.
         """
         check_values({"num_logprobs": num_logprobs})
-        scores = self.make_samples([text], is_score=True)
+        scores = self.samples_of([text], is_score=True)
         *_, (score, _) = self.run(scores, ScoringParams(num_logprobs or 0))
         return score
 
-    def make_samples(self, prompts: str | Iterable[str], num_samples: int = 1,
+    def samples_of(self, prompts: str | Iterable[str], num_samples: int = 1,
                      is_score: bool = False) -> list[Sample]:
         """Empty samples, or scores, for all prompts. An error names the prompt that it is about."""
         is_one = isinstance(prompts, str) or not isinstance(prompts, Iterable)
@@ -120,7 +120,7 @@ class TextGenerator:
 
     def announce(self, samples: Iterable[Sample], params: SamplingParams) -> Iterator[Sample]:
         """Yield the samples. Says what the user may not expect of them."""
-        self.warn_about_stops(params.stop_texts)
+        self.warn_about_missing(params.stop_texts)
         block_size = self.backend.config.block_size
         can_shift = self.backend.has_cache and not params.context_shift
         is_crop_announced = False
@@ -141,7 +141,7 @@ class TextGenerator:
                             "half: much faster, but other text")
             yield sample
 
-    def warn_about_stops(self, stop_texts: list[str]) -> None:
+    def warn_about_missing(self, stop_texts: list[str]) -> None:
         if stop_texts == self.checked_stops:
             return
         self.checked_stops = stop_texts

@@ -22,7 +22,7 @@ from sampling.checkpoints.untrusted_files import (
 
 logger = logging.getLogger(__name__)
 # The files of a Hugging Face model's weights, and the index that names its shards.
-WEIGHTS = re.compile(r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)"
+WEIGHT_FILE = re.compile(r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)"
                      r"(\.index\.json)?")
 # What else a model is saved as. The other names are of data, of adapters, or of what a Trainer
 # saves beside a model.
@@ -42,8 +42,12 @@ OTHERS = {
     "model.*.safetensors": "a variant of the weights",
 }
 # Other names that a config.json may use, as in transformers.
-ALIASES = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-           "n_positions": "max_position_embeddings"}
+HUGGINGFACE_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
 WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 
 
@@ -61,20 +65,21 @@ def huggingface_config(folder: Path) -> dict | None:
         return None
     config = read_json(path, MAX_CONFIG_BYTES)
     # A config.json of 2019 has only sizes, and no model_type.
-    has_sizes = all(config.keys() & names for names in ALIASES.items())
+    has_sizes = all(config.keys() & names for names in HUGGINGFACE_NAMES.items())
     return config if "model_type" in config or has_sizes else None
 
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights of a Hugging Face model, and its config.json."""
     with suppress(OSError, ValueError): # such as a damaged config.json
-        return bool(huggingface_config(folder)) and any(map(WEIGHTS.fullmatch, os.listdir(folder)))
+        has_config = bool(huggingface_config(folder))
+        return has_config and any(map(WEIGHT_FILE.fullmatch, os.listdir(folder)))
     return False
 
 
 def huggingface_folder(path: Path) -> Path:
     """The folder of a Hugging Face model if path is one of its files; otherwise path."""
-    is_part = WEIGHTS.fullmatch(path.name) or path.name == "config.json"
+    is_part = WEIGHT_FILE.fullmatch(path.name) or path.name == "config.json"
     if not (is_part and os.path.isfile(path) and has_weights(path.parent)):
         return path
     # From a folder with safetensors, a .bin file is not read.
@@ -144,7 +149,7 @@ def found(like: Path, places: Iterable[Path]) -> str:
         nearest = difflib.get_close_matches(str(like), names, len(names))
         names = list(dict.fromkeys([*nearest, *names]))
     first = Path(names[0])
-    if WEIGHTS.fullmatch(first.name):
+    if WEIGHT_FILE.fullmatch(first.name):
         return (f"{first} lacks its config.json: copy that beside it, and pass "
                 f"--init_from={quote(str(first.parent))}; for weights that nanoGPT trained, "
                 f"pass {flag_for(first)}")

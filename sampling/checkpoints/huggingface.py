@@ -16,7 +16,7 @@ from sampling.checkpoints.build import (
     tensors_by_name,
 )
 from sampling.checkpoints.finding import (
-    ALIASES,
+    HUGGINGFACE_NAMES,
     SAVED,
     advice,
     huggingface_config,
@@ -149,7 +149,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are "
                          f"{', '.join(GELU)}")
     fields = DEFAULTS | {name: config[name] for name in DEFAULTS if name in config}
-    for name, other in ALIASES.items():
+    for name, other in HUGGINGFACE_NAMES.items():
         value = config.get(other, fields[name])
         if name in config and value != fields[name]:
             raise ValueError(f"{folder} has {name} {config[name]!r:.60}, but also {other} "

@@ -87,7 +87,7 @@ def read_pickle(pickled: bytes) -> Any:
             case "GLOBAL" | "STACK_GLOBAL":
                 parts = taken or argument.split(" ", 1)
                 name = ".".join(part[:80] for part in parts)
-                made = DTYPES.get(name) or notes.setdefault(name[:80], Note(name[:80]))
+                made = TORCH_DTYPES.get(name) or notes.setdefault(name[:80], Note(name[:80]))
             case "PERSID" | "BINPERSID":
                 made = storage(taken[0] if taken else argument)
             case _:
@@ -234,7 +234,7 @@ STORAGES = {
 # Dtypes for which torch has no class of storages. None is quantized.
 NEW_DTYPES = (torch.uint16, torch.uint32, torch.uint64,
               torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES = {
+TORCH_DTYPES = {
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()},
     **{str(dtype): dtype for dtype in (*STORAGES.values(), *NEW_DTYPES)},
     "torch.storage.UntypedStorage": torch.uint8,

@@ -25,7 +25,7 @@ CHUNK = 2**20
 MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
 # A number with which torch.save began before torch 1.6.
 OLD_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -162,11 +162,11 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     records = {}
     for key, entry in header.items():
         dtype = entry["dtype"]
-        require(dtype in DTYPES,
+        require(dtype in SAFETENSORS_DTYPES,
                 f"it has a tensor of the type {dtype!r:.20}, which is not supported")
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
-        tensor = stored_tensor(key, DTYPES[dtype], shape, shape, 0) # checks the shape
+        tensor = stored_tensor(key, SAFETENSORS_DTYPES[dtype], shape, shape, 0) # checks the shape
         strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
         content[key] = tensor._replace(strides=strides)
         records[key] = Record(8 + header_bytes + begin, end - begin, None)

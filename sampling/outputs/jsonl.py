@@ -104,9 +104,8 @@ class LinesFile:
         self.is_ours = False
         self.end = 0 # how many bytes the file has, if is_ours
 
-    @property
-    def size(self) -> int:
-        """In bytes. Raises ValueError if the file is not there any more."""
+    def checked_size(self) -> int:
+        """In bytes, if the file is still in its place: see require_place."""
         self.require_place()
         return os.path.getsize(self.path)
 
@@ -179,7 +178,7 @@ class LinesFile:
 
     def write(self, line: bytes) -> None:
         """Raises ValueError if another program has changed the file."""
-        if self.size != self.end and self.is_ours:
+        if self.checked_size() != self.end and self.is_ours:
             self.is_ours = False # no page is made of what is left
             raise ValueError(f"another program changed {self.path} while this run wrote to it: see "
                              "whether its lines are whole; the same command goes on after them")

@@ -62,7 +62,7 @@ class OutputFiles:
         if is_new: # open_output has created it, which shows that it can be written
             os.unlink(os.path.realpath(self.html_file))
         # A run that continues its lines makes their page again.
-        may_replace = self.overwrite or (self.lines.size and PAGE.match(begin))
+        may_replace = self.overwrite or (self.lines.checked_size() and PAGE.match(begin))
         if begin and not may_replace:
             raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give "
                              "html_file another name, or replace it with --overwrite")
@@ -78,7 +78,7 @@ class OutputFiles:
         """
         lines = self.lines
         page = self.html_file
-        if page and lines.is_ours and self.page_end < lines.size:
+        if page and lines.is_ours and self.page_end < lines.checked_size():
             if self.page_state() not in ((), self.known_page):
                 self.html_file = None # it is not tried again
                 raise ValueError(f"another program wrote {page} during this run, so it is not "
@@ -86,7 +86,7 @@ class OutputFiles:
                                  "name, and the same command makes their page")
             write_page(page, [lines.path])
             self.known_page = self.page_state()
-            self.page_end = lines.size
+            self.page_end = lines.checked_size()
 
     def close(self, status: int) -> None:
         """Write the page of a run that ends early.
@@ -97,7 +97,7 @@ class OutputFiles:
         lines = self.lines
         with lines.file:
             self.write_page()
-            size = lines.size
+            size = lines.checked_size()
             if status - 128 in END_SIGNALS:
                 self.log_resume()
             if lines.is_new and size == 0:

@@ -75,7 +75,7 @@ def draw_row(words: Array, place: int, numbers: Array) -> int:
 
 
 @jit.parallel
-def draw(words: Array, places: Array, is_drawn: Array, numbers: Array) -> None:
+def draw_noise(words: Array, places: Array, is_drawn: Array, numbers: Array) -> None:
     """Fill numbers (B, V) with 64 random bits each, as torch's random_ does, in the rows for which
     is_drawn (B,) is True.
 
@@ -153,7 +153,7 @@ def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.floa
 @jit.parallel
 def choose(logits: Array, temperature: np.float32, k: int, numbers: Array, ids: Array,
            leads: Array) -> None:
-    """Choose an id for each row of logits (B, V) with the numbers (B, V) of draw.
+    """Choose an id for each row of logits (B, V) with the numbers (B, V) of draw_noise.
 
     Sets ids and leads, (B,) each.
     """
@@ -166,7 +166,7 @@ def load() -> None:
     numbers = np.zeros((1, 1), np.int64)
     words = np.zeros((1, NUM_WORDS), np.uint32)
     logits = np.zeros((1, 1), np.float32)
-    jit.load({draw: (words, numbers[0], np.ones(1, np.bool_), numbers),
+    jit.load({draw_noise: (words, numbers[0], np.ones(1, np.bool_), numbers),
               choose: (logits, logits[0, 0], 1, numbers, numbers[0], logits[0])})
 
 
@@ -186,7 +186,7 @@ class KernelStreams(RowStreams):
 
     def draw_rows(self, is_drawn: list[bool]) -> None:
         work = WORK_PER_LOGIT * self.numbers.numel()
-        jit.run(draw, work, self.words, self.places, np.array(is_drawn), self.numbers.numpy())
+        jit.run(draw_noise, work, self.words, self.places, np.array(is_drawn), self.numbers.numpy())
 
 
 def choose_ids(logits: Tensor, temperature: float, top_k: int | None,

@@ -17,7 +17,7 @@ import sampling
 from hf_tokenizers import gpt2_tokenizer_json, save_tokenizer
 from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from project import SCRIPT
-from sampling.checkpoints.finding import ALIASES
+from sampling.checkpoints.finding import HUGGINGFACE_NAMES
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.model import GPT
 from script_process import run_program
@@ -121,7 +121,7 @@ FOLDERS = { # what is changed
     "stale-shards": shards,
     "stale-shards-bin": partial(shards, save=torch.save, names="pytorch_model", suffix="bin"),
     "stale-bin": lambda folder: torch.save({}, folder / "pytorch_model.bin"),
-    "aliases": editing(CONFIG, drop=ALIASES, hidden_size=32, num_hidden_layers=2,
+    "aliases": editing(CONFIG, drop=HUGGINGFACE_NAMES, hidden_size=32, num_hidden_layers=2,
                        num_attention_heads=4, max_position_embeddings=48),
     "heads": resaving(lambda tensors: tensors | HEADS),
     "head-alone": resaving(lambda tensors: {
@@ -172,7 +172,7 @@ def test_a_folder_gives_the_text_of_transformers(name, tmp_path, messages):
 def test_a_model_of_2019_loads(tmp_path):
     """The config has no model_type, the tensors no prefix, and mask buffers are among them."""
     theirs = make_transformers_gpt2(vocab_size=300)
-    sizes = {name: getattr(theirs.config, name) for name in ALIASES}
+    sizes = {name: getattr(theirs.config, name) for name in HUGGINGFACE_NAMES}
     edit(tmp_path / CONFIG, vocab_size=300, **sizes)
     mask = {"h.0.attn.bias": torch.ones(1, 1, 48, 48, dtype=torch.bool)}
     torch.save(theirs.transformer.state_dict() | mask, tmp_path / "pytorch_model.bin")
