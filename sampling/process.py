@@ -30,6 +30,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
+    "|failed to map segment" # of a library
     # cuBLAS reports the latter if there is no memory for its workspace.
     "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
 # Those of Ctrl-C, of kill, and of a terminal or a connection that closes: Windows has no SIGHUP.
@@ -260,7 +261,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     if error is None:
         return False
-    has_type = isinstance(error, MemoryError | RuntimeError)
+    has_type = isinstance(error, MemoryError | RuntimeError | ImportError)
     if isinstance(error, OSError):
         has_type = error.errno == errno.ENOMEM
     text = traceback.format_exception_only(error)[-1] # unlike str, it never raises

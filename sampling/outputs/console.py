@@ -106,17 +106,17 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
         hard_exit(141)
     except (ValueError, OSError) as error:
         message = str(error)
-    except ModuleNotFoundError as error:
+    except (ImportError, MemoryError, RuntimeError) as error:
         status = 1
-        message = (f"{error} in {sys.executable}: use a Python with the packages of "
-                   "requirements.txt, such as .venv/bin/python")
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            message = ("out of memory: torch, the model, or a single sample does not fit "
+                       f"({str(error) or 'no details available':.200}): use a smaller model, fewer "
+                       "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8")
+        elif isinstance(error, ImportError):
+            message = (f"{error} in {sys.executable}: use a Python with the packages of "
+                       "requirements.txt, such as .venv/bin/python")
+        else:
             raise
-        status = 1
-        message = ("out of memory: the model, or a single sample, does not fit "
-                   f"({str(error) or 'no details available':.200}): use a smaller model, fewer "
-                   "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8")
     line = " ".join(message.split())
     if _console.rank: # rank 0 may have the same error: then it ends before this process shows it
         time.sleep(5)

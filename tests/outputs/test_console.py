@@ -11,8 +11,8 @@ from sampling.outputs import console
 from script_process import run_program
 
 LOGGER = logging.getLogger("sampling.test")
-OUT_OF_MEMORY = ("error: out of memory: the model, or a single sample, does not fit ({}): use a "
-                 "smaller model, fewer max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8\n")
+OUT_OF_MEMORY = ("error: out of memory: torch, the model, or a single sample does not fit ({}): "
+                 "use a smaller model, fewer max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8\n")
 
 
 @pytest.fixture
@@ -37,6 +37,11 @@ def exit_status(error, **options):
     (KeyboardInterrupt(), 130, ""), # in a notebook
     (MemoryError(), 1, OUT_OF_MEMORY.format("no details available")),
     (RuntimeError("can't allocate memory"), 1, OUT_OF_MEMORY.format("can't allocate memory")),
+    (ImportError("x.so: failed to map segment"), 1,
+     OUT_OF_MEMORY.format("x.so: failed to map segment")),
+    (ImportError("No module named 'torch'"), 1,
+     f"error: No module named 'torch' in {sys.executable}: use a Python with the packages of "
+     "requirements.txt, such as .venv/bin/python\n"),
 ], ids=repr)
 def test_a_user_error_is_one_line(read_stderr, error, status, message):
     assert exit_status(error, status=2) == status
