@@ -12,7 +12,8 @@ from script_process import run_program
 
 LOGGER = logging.getLogger("sampling.test")
 OUT_OF_MEMORY = ("error: out of memory: torch, the model, or a single sample does not fit ({}): "
-                 "use a smaller model, fewer max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8\n")
+                 "use a smaller model, fewer max_new_tokens, dtype=bfloat16 or, on a CPU, "
+                 "dtype=int8\n")
 
 
 @pytest.fixture
