@@ -126,8 +126,7 @@ def command(owns_process=True):
     with report_user_errors(status=2), name_write_errors("standard output"): # for --help
         settings = complete_settings(override(globals(), sys.argv[1:], check_settings, ALIASES))
         globals().update(settings)
-    if owns_process:
-        shorten_spinning()
+    shorten_spinning()
     with report_user_errors():
         serve(load_gpt) or main(settings) # of torchrun's processes, only the first runs main
     if owns_process:

@@ -144,15 +144,22 @@ def first_sentence(error: BaseException) -> str:
 def shorten_spinning() -> None:
     """Make OpenMP's threads sleep soon while they wait for each other.
 
-    Call this before torch is imported.
+    Call this before torch is imported: later, it only changes the kernels' threads, and a warning
+    says so if other programs use the cores.
 
     By default they spin for up to 20 ms, on cores that others may need. On two cores of an Intel
     Xeon, GPT-2 in int8 generates 101 tokens/s if they spin for a tenth of a millisecond, and 72 if
     they sleep at once; if another program uses one core, 43 and 62. The user's own settings are
     kept.
     """
-    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "3000"
+    if os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        return
+    is_busy = cores_are_busy()
+    os.environ["GOMP_SPINCOUNT"] = "0" if is_busy else "3000"
+    if is_busy and "torch" in sys.modules:
+        logger.warning("other programs use the cores, and torch was imported before sampling, so "
+                       "its threads spin while they wait, which is many times slower: call "
+                       "torch.set_num_threads(1), or start the program with GOMP_SPINCOUNT=3000")
 
 
 def cores_are_busy() -> bool:

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-# Both are read on import. With the default of the first, tests on a busy machine are slow. The
-# second keeps tests from downloading anything.
+# Both are read on import. Without the first, tests on a busy machine are slow, and get a warning.
+# The second keeps tests from downloading anything.
 os.environ.update(GOMP_SPINCOUNT="10000", HF_HUB_OFFLINE="1")
 import huggingface_hub.constants  # noqa: F401
 import torch
@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 from project import PROJECT, save_gpt2_encoding
 from script_process import run_here
 
-del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
 del os.environ["HF_HUB_OFFLINE"]
 ALL_THREADS = torch.get_num_threads()
 # For the tests' small models, more threads cost three times the processor time.

@@ -50,14 +50,17 @@ def test_out_of_memory_errors_are_recognised_also_behind_another_error(text, exp
     ("?", 2, "3000"),
 ])
 def test_waiting_threads_spin_unless_other_programs_use_half_of_the_cores(
-        num_running, num_cores, spin_count, monkeypatch):
-    """num_running: at each of the next moments, a digit."""
+        num_running, num_cores, spin_count, monkeypatch, messages):
+    """num_running: at each of the next moments, a digit. Here, torch is imported already."""
     counts = cycle(num_running)
     monkeypatch.setattr(Path, "read_text", lambda path: f"0.2 0.1 0.1 {next(counts)}/80 11206\n")
     monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
     monkeypatch.setattr(os, "environ", {})
     process.shorten_spinning()
+    process.shorten_spinning()
     assert os.environ == {"GOMP_SPINCOUNT": spin_count}
+    assert [" call torch.set_num_threads(1)" in line for line in messages] == (
+        [True] if spin_count == "0" else [])
 
 
 # A made-up /sys/fs/cgroup. The process is in a group of its own inside the container's.

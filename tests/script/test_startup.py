@@ -54,12 +54,25 @@ def test_help_and_invalid_settings_and_imports_do_not_import_torch(arguments, st
 
 def test_the_class_of_a_model_imports_torch_only_when_it_is_asked_for():
     run_python("-c", """
-import os, sys, sampling
+import sys, sampling
 def use(gpt: "sampling.TextGenerator"): pass
 assert "torch" not in sys.modules and not hasattr(sampling, "Nothing")
 from sampling import TextGenerator
 import sampling.text_generator
-assert TextGenerator is sampling.text_generator.TextGenerator and "GOMP_SPINCOUNT" in os.environ
+assert TextGenerator is sampling.text_generator.TextGenerator
+""")
+
+
+@pytest.mark.parametrize("load", [
+    "sampling.TextGenerator", "runpy.run_path('sample.py', run_name='__main__')"])
+def test_whatever_loads_torch_first_shortens_the_spinning_of_its_threads(load):
+    run_python("-c", f"""
+import contextlib, os, runpy, sys, sampling
+os.environ.pop("GOMP_SPINCOUNT")
+sys.argv = ["sample.py", "--top_k=1", "--out_dir=nowhere"]
+with contextlib.suppress(SystemExit):
+    {load}
+assert "GOMP_SPINCOUNT" in os.environ
 """)
 
 
