@@ -150,12 +150,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
                          f"{', '.join(GELU)}")
     fields = DEFAULTS | {name: config[name] for name in DEFAULTS if name in config}
     for name, other in ALIASES.items():
-        value = config.get(other, fields[name])
-        if name in config and value != fields[name]:
-            raise ValueError(f"{folder} has {name} {config[name]!r:.60}, but also {other} "
-                             f"{value!r:.60}, which means the same; remove the wrong one from "
-                             "config.json")
-        fields[name] = value
+        fields[name] = config.get(other, fields[name])
     return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation]} | fields
 
 

@@ -120,6 +120,8 @@ FOLDERS = { # what is changed
     "stale-bin": lambda folder: torch.save({}, folder / "pytorch_model.bin"),
     "aliases": editing(CONFIG, drop=ALIASES, hidden_size=32, num_hidden_layers=2,
                        num_attention_heads=4, max_position_embeddings=48),
+    "aliases-beside-other-values": editing(
+        CONFIG, num_attention_heads=8, n_embd=64, hidden_size=32),
     "heads": resaving(lambda tensors: tensors | HEADS),
     "head-alone": resaving(lambda tensors: {
         name.replace("transformer.wte", "lm_head"): tensor for name, tensor in tensors.items()}),
@@ -229,7 +231,6 @@ def leave_folder(folder):
     (editing(CONFIG, quantization_config={}), "holds quantized weights: pass"),
     (editing(CONFIG, drop=["n_layer"]), "n_layer=12 but holds tensors of 2"),
     (editing(CONFIG, tie_word_embeddings=False), "lm_head.weight: nothing instead of"),
-    (editing(CONFIG, hidden_size=64), "n_embd 32, but also hidden_size 64, which means"),
     (lose_shard, "lacks 'part-1.safetensors', which"),
     (lose_index, "nor an index of the shards"),
     (leave_folder, "its weight_map must give the names of files in its folder"),
