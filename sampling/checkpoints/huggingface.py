@@ -19,6 +19,7 @@ from sampling.checkpoints.finding import (
     HUGGINGFACE_NAMES,
     SAVED,
     advice,
+    has_weights,
     huggingface_config,
     huggingface_folder,
     newest_first,
@@ -31,7 +32,9 @@ from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors", "pytorch_model.bin" # each of which may be sharded
-FILES = [WEIGHTS[0], "*.json", "*.txt", "*.model"]
+FILES = [WEIGHTS[0], "*.index.json", "*config.json", "*token*.json", "vocab.*", "merges.txt",
+         "*.model"]
+OPENAI = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" # their tokenizer is known
 # What sampling does not need: other heads, and the attention to an encoder, which a decoder alone
 # does not use.
 UNNEEDED = re.compile(r"(?!transformer\.|lm_head\.)|.*\.(crossattention|ln_cross_attn)\.")
@@ -150,12 +153,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
                          f"{', '.join(GELU)}")
     fields = DEFAULTS | {name: config[name] for name in DEFAULTS if name in config}
     for name, other in HUGGINGFACE_NAMES.items():
-        value = config.get(other, fields[name])
-        if name in config and value != fields[name]:
-            raise ValueError(f"{folder} has {name} {config[name]!r:.60}, but also {other} "
-                             f"{value!r:.60}, which means the same; remove the wrong one from "
-                             "config.json")
-        fields[name] = value
+        fields[name] = config.get(other, fields[name])
     return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation]} | fields
 
 
@@ -199,17 +197,24 @@ def may_be_on_hub(name: str) -> bool:
 def download(name: str) -> Path:
     """Download a model, unless it is in the hub's cache, and return its folder.
 
-    Raises ValueError if that fails.
+    If that fails, a model of OpenAI may be in the cache all the same: another program has left some
+    of its files there, under either of its names. Raises ValueError if it is not.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
     try:
-        folder = Path(snapshot_download(name, allow_patterns=FILES))
+        folder = Path(snapshot_download(name, allow_patterns=FILES, ignore_patterns="*/*"))
         if not (folder / WEIGHTS[0]).is_file():
             shard_of = read_index(folder, WEIGHTS[0]) or read_index(folder, WEIGHTS[1])
             patterns = [*shard_of.values()] or WEIGHTS[1:]
             folder = Path(snapshot_download(name, allow_patterns=patterns))
+        require(has_weights(folder), f"the cache lacks {WEIGHTS[0]} and {WEIGHTS[1]}")
         return folder
     except (OSError, ValueError) as error: # all errors of the hub are of these types
+        model = name.removeprefix("openai-community/")
+        for other_name in (model, f"openai-community/{model}") if model in OPENAI else ():
+            config = try_to_load_from_cache(other_name, "config.json")
+            if isinstance(config, str) and has_weights(Path(config).parent):
+                return Path(config).parent
         raise ValueError(
             f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub "
             f"({first_sentence(error)}); a private model needs HF_TOKEN; where the hub cannot be "

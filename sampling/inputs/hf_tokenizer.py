@@ -40,6 +40,7 @@ class HFTokenizer(Tokenizer):
     """
     def __init__(self, path: Path, vocab_size: int):
         self.source = str(path)
+        self.vocab_size = vocab_size
         self.tokenizer, content = load_library_tokenizer(path, vocab_size)
         vocab = self.tokenizer.get_vocab()
         self.size = 1 + max(vocab.values())
@@ -54,6 +55,9 @@ class HFTokenizer(Tokenizer):
         if not ids:
             raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}: "
                              "pass another --start")
+        if max(ids) >= self.vocab_size:
+            raise ValueError(f"the prompt {text!r:.60} has a token of {self.source} that the model "
+                             "lacks: pass another --start")
         return ids
 
     def num_bytes(self, ids: Sequence[int]) -> int:

@@ -61,30 +61,20 @@ def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: i
                  first_index: int = 0, is_score: bool = False) -> Iterator[Result]:
     """Yield num_samples empty samples for each prompt, or empty scores.
 
-    A prompt is encoded when its first sample is needed. But a list is searched at once for
-    characters that the vocabulary lacks.
+    A list is encoded at once, so that a bad prompt is an error before the first sample; a prompt of
+    a pipe when its first sample is needed.
     """
+    encoded = ((prompt, encode(prompt, tokenizer)) for prompt in prompts)
     if isinstance(prompts, list):
-        check_characters(prompts, tokenizer)
+        encoded = list(encoded)
     index = first_index
-    for prompt in prompts:
-        ids = encode(prompt, tokenizer)
+    for prompt, ids in encoded:
         for _ in range(num_samples):
             if is_score:
                 yield Score(index, prompt, ids)
             else:
                 yield Sample(index, prompt, ids)
             index += 1
-
-
-def check_characters(prompts: list[Prompt], tokenizer: Tokenizer) -> None:
-    """Raises ValueError for the first prompt with a character that the vocabulary lacks."""
-    characters = set().union(*(prompt.text for prompt in prompts))
-    try:
-        tokenizer.encode("".join(characters))
-    except ValueError: # it does not say which prompt has the character
-        for prompt in prompts:
-            encode(prompt, tokenizer)
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:

@@ -6,11 +6,11 @@ import hashlib
 import logging
 import os
 import tempfile
-from itertools import chain
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 from sampling.checkpoints.build import Checkpoint
+from sampling.checkpoints.untrusted_files import require
 from sampling.configurator import suggest
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
@@ -21,7 +21,12 @@ logger = logging.getLogger(__name__)
 # The sizes to which people pad GPT-2's vocabulary: nobody names its encoding.
 GPT2_SIZES = {*range(50257, 50305), 51200}
 HOST = "https://openaipublic.blob.core.windows.net"
-GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
+GPT2_FILES = { # URL -> SHA-256
+    f"{HOST}/gpt-2/encodings/main/vocab.bpe":
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    f"{HOST}/gpt-2/encodings/main/encoder.json":
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
 
 
 def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Tokenizer:
@@ -30,7 +35,8 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Toke
     tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, the first of:
     a meta.pkl, then a Hugging Face tokenizer, in the folder of the checkpoint, and for a ckpt.pt
     also in data/<dataset> here and beside out_dir; the encoding that the training's settings name;
-    GPT-2's, if the vocabulary has its size.
+    GPT-2's, if the vocabulary has its size. All files meta.pkl must be equal. In data/<dataset>, a
+    Hugging Face tokenizer must have the size of the model.
     """
     vocab_size = checkpoint.config.vocab_size
     found = tokenizer_named(tokenizer, vocab_size) if tokenizer else tokenizer_of(checkpoint)
@@ -39,15 +45,20 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Toke
         check_size(encoding_label(found), ENCODINGS[found], vocab_size)
         found = load_encoding(found)
     else:
-        check_size(found.source, found.size, vocab_size)
+        is_own = checkpoint.is_huggingface and not tokenizer
+        check_size(found.source, found.size, vocab_size, is_own)
     logger.info(f"{found.source}: {found.size} tokens")
     return found
 
 
-def check_size(source: str, size: int, vocab_size: int) -> None:
-    """Raises ValueError if a tokenizer is too large for a model. Warns if it is much smaller."""
+def check_size(source: str, size: int, vocab_size: int, is_own: bool = False) -> None:
+    """Raises ValueError if a tokenizer is too large for a model. Warns if it is much smaller, or
+    too large, but in the folder of the Hugging Face model: transformers uses it.
+    """
     sizes = f"{source} has {size} tokens, but the model has {vocab_size}"
-    if size > vocab_size:
+    if size > vocab_size and is_own:
+        logger.warning(f"{sizes}: a prompt with one of the others will be an error")
+    elif size > vocab_size:
         raise ValueError(f"{sizes}, so it is not the tokenizer of this model; {ADVICE}")
     if vocab_size > 2 * size:
         advice = ""
@@ -72,22 +83,46 @@ def tokenizer_named(name: str, vocab_size: int) -> Tokenizer | str:
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
     """The tokenizer in the first place that has one, or the name of an encoding."""
     vocab_size = checkpoint.config.vocab_size
-    folders = tokenizer_folders(checkpoint)
-    paths = []
+    own, *others = folders = tokenizer_folders(checkpoint)
+    metas = [folder / "meta.pkl" for folder in folders if os.path.isfile(folder / "meta.pkl")]
     if not checkpoint.is_huggingface:
-        paths = [folder / "meta.pkl" for folder in folders if os.path.isfile(folder / "meta.pkl")]
-    for path in chain(paths, filter(None, map(find_tokenizer, folders))):
-        if found := tokenizer_in(path, vocab_size):
-            return found
+        found = {path: meta for path in metas if (meta := tokenizer_in(path, vocab_size))}
+        for path, meta in found.items():
+            first = next(iter(found))
+            if getattr(meta, "itos", meta) != getattr(found[first], "itos", found[first]):
+                raise ValueError(f"{first} and {path} differ; nanoGPT takes that in data; pass "
+                                 "--tokenizer with the file that the model was trained with")
+        if found:
+            return found[first]
+    if path := find_tokenizer(own):
+        return HFTokenizer(path, vocab_size)
+    try:
+        for path in filter(None, map(find_tokenizer, others)):
+            return tokenizer_of_data(path, vocab_size)
+    except ValueError as error: # nanoGPT looks for none there
+        logger.warning(f"not used: {error}; to use another tokenizer, pass --tokenizer")
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         return encoding
     if vocab_size not in GPT2_SIZES:
         searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
-        raise ValueError(f"no tokenizer is in {searched:.1000}, and GPT-2's encoding has 50257 "
-                         f"tokens, but the model has {vocab_size}; {ADVICE}")
+        raise ValueError(f"no tokenizer of this model is in {searched:.1000}, and GPT-2's encoding "
+                         f"has 50257 tokens, but the model has {vocab_size}; {ADVICE}")
     if checkpoint.is_huggingface:
         logger.info(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return "gpt2"
+
+
+def tokenizer_of_data(path: Path, vocab_size: int) -> Tokenizer:
+    """The Hugging Face tokenizer at path, beside a data set.
+
+    Raises ValueError unless the model has its size, or that padded to at most a multiple of 1,024.
+    """
+    found = HFTokenizer(path, vocab_size)
+    require(0 <= vocab_size - found.size <= -found.size % 1024,
+            f"{path} has {found.size} tokens, but the model has {vocab_size}")
+    if vocab_size in GPT2_SIZES:
+        logger.warning(f"using {path}; for GPT-2's encoding, pass --tokenizer=gpt2")
+    return found
 
 
 def tokenizer_folders(checkpoint: Checkpoint) -> list[Path]:
@@ -147,12 +182,12 @@ def load_encoding(name: str) -> Tokenizer:
     """tiktoken's encoding of this name. Logs why a source of it failed."""
     if name == "r50k_base": # another name of GPT-2's encoding
         name = "gpt2"
-    urls = GPT2_URLS if name == "gpt2" else [f"{HOST}/encodings/{name}.tiktoken"]
+    urls = [*GPT2_FILES] if name == "gpt2" else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
     usual_cache = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or usual_cache
+    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or usual_cache)
     sources = {"tiktoken's download": lambda: TiktokenTokenizer(name)} # or its cache
-    if name == "gpt2" and not all(os.path.isfile(os.path.join(cache, file)) for file in files):
+    if name == "gpt2" and not all(map(is_whole, map(cache.joinpath, files), GPT2_FILES.values())):
         sources = {
             "tokenizer.json in Hugging Face's cache": from_hub_cache,
             **sources,
@@ -168,6 +203,14 @@ def load_encoding(name: str) -> Tokenizer:
         f"{encoding_label(name)} is not on this machine, and could not be downloaded: elsewhere, "
         f"get {' and '.join(urls)}, save it as {' and '.join(files)}, "
         "and set TIKTOKEN_CACHE_DIR to that folder")
+
+
+def is_whole(path: Path, sha256: str) -> bool:
+    """Whether a file is in tiktoken's cache, and undamaged: tiktoken deletes a damaged one."""
+    found = os.path.isfile(path) and hashlib.sha256(path.read_bytes()).hexdigest()
+    if found not in (False, sha256):
+        logger.warning(f"{path}, a file of GPT-2's encoding, is damaged: delete it")
+    return found == sha256
 
 
 def from_hub_cache() -> HFTokenizer | None:

@@ -123,6 +123,8 @@ FOLDERS = { # what is changed
     "stale-bin": lambda folder: torch.save({}, folder / "pytorch_model.bin"),
     "aliases": editing(CONFIG, drop=HUGGINGFACE_NAMES, hidden_size=32, num_hidden_layers=2,
                        num_attention_heads=4, max_position_embeddings=48),
+    "aliases-beside-other-values": editing(
+        CONFIG, num_attention_heads=8, n_embd=64, hidden_size=32),
     "heads": resaving(lambda tensors: tensors | HEADS),
     "head-alone": resaving(lambda tensors: {
         name.replace("transformer.wte", "lm_head"): tensor for name, tensor in tensors.items()}),
@@ -232,7 +234,6 @@ def leave_folder(folder):
     (editing(CONFIG, quantization_config={}), "holds quantized weights: pass"),
     (editing(CONFIG, drop=["n_layer"]), "n_layer=12 but holds tensors of 2"),
     (editing(CONFIG, tie_word_embeddings=False), "lm_head.weight: nothing instead of"),
-    (editing(CONFIG, hidden_size=64), "n_embd 32, but also hidden_size 64, which means"),
     (lose_shard, "lacks 'part-1.safetensors', which"),
     (lose_index, "nor an index of the shards"),
     (leave_folder, "its weight_map must give the names of files in its folder"),
@@ -303,6 +304,8 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, tmp
     write_json(api / "revision/main", {"id": "someone/tiny", "sha": COMMIT})
     files = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name}
              for path in folder.iterdir()]
+    for useless in "onnx/config.json", "trainer_state.json": # which the hub cannot send
+        files.append({"type": "file", "path": useless, "size": 9, "oid": "none"})
     write_json(api / "tree" / COMMIT, files)
     run = "--init_from=someone/tiny", *FAST
     first = run_online(*run, **hub.env)
@@ -314,6 +317,30 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, tmp
     offline = run_online(*run, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert offline.stdout == first.stdout, offline.stderr
     assert not hub.asked_for
+
+
+@pytest.mark.parametrize("name, cached, files, error", [
+    ("gpt2", "openai-community--gpt2", [CONFIG, WEIGHTS], None),
+    ("openai-community/gpt2-xl", "gpt2-xl", [CONFIG, WEIGHTS], None),
+    ("gpt2", "gpt2", [CONFIG], r"\(the cache lacks model\.safetensors and pytorch_model\.bin\)"),
+    ("gpt2", "someone--gpt2", [CONFIG, WEIGHTS], "Cannot find"),
+])
+def test_what_another_program_left_in_the_cache_is_used(
+        name, cached, files, error, gpt2_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = tmp_path / f"models--{cached}"
+    snapshot = folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    for file in files:
+        (snapshot / file).symlink_to(gpt2_folder / file)
+    if error:
+        with pytest.raises(ValueError, match=error):
+            load_huggingface(name)
+    else:
+        assert load_huggingface(name).folder == snapshot
 
 
 IS_ASKED = "did not come from the Hugging Face hub"

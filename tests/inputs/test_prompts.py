@@ -1,6 +1,4 @@
 """The prompts that the setting start selects, and what a user is told about prompts."""
-from types import SimpleNamespace
-
 import pytest
 
 from engines import PARAMS, TOKENIZER, make_generator
@@ -45,15 +43,7 @@ def test_each_prompt_has_consecutive_samples():
         assert TOKENIZER.decode(sample.prompt_ids) == sample.prompt.text
 
 
-def test_prompts_are_encoded_when_they_are_needed():
-    encoded = []
-    tokenizer = SimpleNamespace(encode=encoded.append)
-    next(make_samples(1000 * [Prompt("ab")] + [Prompt("c")], tokenizer))
-    assert sorted(encoded[0]) == ["a", "b", "c"], "what all have"
-    assert encoded[1:] == ["ab"]
-
-
-def test_a_missing_character_in_a_list_is_found_at_once():
+def test_a_bad_prompt_in_a_list_is_found_at_once():
     prompts = 1000 * [Prompt("ab")] + [Prompt("d\u00e9", location="p.txt, line 1001")]
     message = "^p.txt, line 1001: the prompt has characters that .* lacks: 'é' at 2"
     with pytest.raises(ValueError, match=message):

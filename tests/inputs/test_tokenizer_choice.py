@@ -50,7 +50,7 @@ def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(
         assert load(vocab_size, **training).encode("Hello") == [15496]
         assert messages.pop() == "GPT-2's encoding: 50257 tokens"
     for vocab_size in 61, 50256, 50305, 65536:
-        message = f"^no tokenizer is in {here}/out.* model has {vocab_size}; pass"
+        message = f"^no tokenizer of this model is in {here}/out.* model has {vocab_size}; pass"
         with pytest.raises(ValueError, match=message):
             load(vocab_size, **training)
     line = "ckpt.pt has no tokenizer of its own: using GPT-2's encoding"
@@ -76,13 +76,57 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
     assert source(len(CHARS)) == str(letters / "meta.pkl")
 
 
+def test_a_meta_pkl_that_differs_from_that_of_the_data_set_is_an_error_that_names_both(here):
+    for path, chars in ("out/meta.pkl", CHARS), ("data/letters/meta.pkl", CHARS[::-1]):
+        save_meta(Path(path), chars)
+    with pytest.raises(ValueError, match=r"^out/meta\.pkl and data/letters/meta\.pkl differ"):
+        load(len(CHARS), dataset="letters")
+    assert load(len(CHARS), name="out/meta.pkl").source == "out/meta.pkl"
+
+
+@pytest.mark.parametrize("files, vocab_size, source, line", [
+    # The library adds five special tokens.
+    ({"vocab.txt": "a\nb"}, 50304, "GPT-2's encoding",
+     "not used: data/d/vocab.txt has 7 tokens, but the model has 50304; to use another tokenizer"),
+    ({"vocab.json": '{"the": 10}'}, 50257, "GPT-2's encoding",
+     "not used: cannot read data/d/merges.txt: it is missing"),
+    ({"tokenizer.model": ""}, 50257, "GPT-2's encoding", "not used: data/d has tokenizer.model"),
+    ({"vocab.txt": "\n".join(map(str, range(50250)))}, 50304, "data/d/vocab.txt",
+     "using data/d/vocab.txt; for GPT-2's encoding, pass --tokenizer=gpt2"),
+    ({"vocab.txt": "\n".join(map(str, range(1020)))}, 1024, "data/d/vocab.txt", ""),
+    ({"vocab.txt": "a\nb"}, 1025, None, "not used: data/d/vocab.txt has 7 tokens"),
+], ids=range(6))
+def test_a_tokenizer_beside_the_data_counts_only_if_its_size_is_that_of_the_model(
+        files, vocab_size, source, line, messages):
+    folder = Path("data/d")
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    if source:
+        assert load(vocab_size, dataset="d").source == source
+    else:
+        with pytest.raises(ValueError, match=f"has {vocab_size}; pass"):
+            load(vocab_size, dataset="d")
+    assert messages[0].startswith(line)
+
+
+def test_a_model_may_lack_tokens_of_the_tokenizer_in_its_hugging_face_folder(here, messages):
+    size = save_tokenizer("byte-level", here / "out")
+    tokenizer = load(size - 3, is_huggingface=True)
+    assert f"has {size} tokens, but the model has {size - 3}: a prompt with" in messages[0]
+    assert tokenizer.decode(tokenizer.encode("Hello world")) == "Hello world"
+    last = tokenizer.decode([size - 1])
+    with pytest.raises(ValueError, match=r"token of .*/tokenizer.json that the model"):
+        tokenizer.encode(last)
+
+
 def test_nothing_is_read_outside_of_the_data_folder(here):
     (here / "data" / "a").mkdir(parents=True)
     elsewhere = here / "elsewhere"
     save_meta(elsewhere / "meta.pkl")
     (elsewhere / "tokenizer_config.json").write_text('{"tokenizer_class": "Secret"}')
     for dataset in "../elsewhere", "a/../../elsewhere", str(elsewhere):
-        with pytest.raises(ValueError, match=r"^no tokenizer is in (?!.*elsewhere)"):
+        with pytest.raises(ValueError, match=r"^no tokenizer of this model is in (?!.*elsewhere)"):
             load(len(CHARS), here / "project" / "out", dataset=dataset)
 
 
@@ -231,3 +275,16 @@ def test_each_failure_is_said_once_and_the_error_says_what_to_get(leave_hub_cach
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
         assert url in str(error.value)
         assert cached_name in str(error.value)
+
+
+def test_a_damaged_file_of_tiktokens_cache_is_named_and_the_hubs_copy_used(
+        here, leave_hub_cache, tiktoken_cache, messages):
+    leave_hub_cache("gpt2", gpt2_tokenizer_json(tiktoken_cache))
+    (here / "empty").mkdir()
+    for name in GPT2_FILES.values():
+        content = (tiktoken_cache / name).read_bytes()
+        (here / "empty" / name).write_bytes(content.replace(b"\n", b"\r\n"))
+    damaged = here / "empty" / GPT2_FILES["vocab.bpe"]
+    assert load_encoding("gpt2").encode("Hello world") == [15496, 995]
+    assert messages == [f"{damaged}, a file of GPT-2's encoding, is damaged: delete it"]
+    assert damaged.exists()
