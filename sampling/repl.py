@@ -337,7 +337,7 @@ def setting_value(name: str, text: str) -> Any:
 
 def complete(line: str, index: int) -> str | None:
     """For readline: the command with this index that begins with line. In a prompt, a tab."""
-    names = [f":{name}" for name in [*COMMANDS, *TYPES] if len(name) > 1]
+    names = [f":{name}" for name in [*COMMANDS, *TYPES]]
     commands = [name for name in names if name.startswith(line)]
     matches = commands or [f"{line}\t"]
     return matches[index] if index < len(matches) else None

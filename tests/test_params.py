@@ -1,12 +1,18 @@
 """The rules of the settings, SamplingParams and Sample."""
 import math
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import numpy as np
 import pytest
 
 from pages import DEFAULTS
-from sampling.params import SamplingParams, check_settings, choose_params, complete_settings
+from sampling.params import (
+    ModelOptions,
+    SamplingParams,
+    check_settings,
+    choose_params,
+    complete_settings,
+)
 from sampling.samples import Prompt, Sample, Score, Token
 
 RULES = { # name: valid values, invalid ones, and what the error says
@@ -83,6 +89,7 @@ def test_params_have_the_values_of_the_settings_in_plain_types():
     assert repr(params) == repr(SamplingParams(top_k=3, temperature=0.5, stop=["a", "b"]))
     assert replace(params, stop="a").stop_texts == ["a"]
     assert replace(params, stop=None).stop_texts == []
+    assert DEFAULTS | asdict(ModelOptions()) == DEFAULTS
 
 
 @pytest.mark.parametrize("settings, number", [

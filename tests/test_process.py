@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from models import as_checkpoint, make_gpt
 from sampling import process
+from sampling.backends.prepare import prepare_backend
+from sampling.params import ModelOptions
 from script_process import run_program
 
 
@@ -84,7 +87,8 @@ def test_threads_follow_the_usable_cores_unless_the_user_chose_a_number(
     monkeypatch.setattr(process, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "environ", variables)
     torch.set_num_threads(num_threads)
-    process.limit_threads()
+    # In bfloat16, torch runs alone.
+    prepare_backend(as_checkpoint(make_gpt()), torch.device("cpu"), torch.bfloat16, ModelOptions())
     assert torch.get_num_threads() == expected
 
 

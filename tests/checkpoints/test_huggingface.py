@@ -25,6 +25,7 @@ from script_process import run_program
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 
 
 @torch.no_grad()
@@ -103,8 +104,8 @@ def add_prefix_space(folder, name):
 
 def set_generation(folder):
     """What the authors of a model sample with, in the old place and in the new one."""
-    edit(folder / CONFIG, temperature=1.0, top_k=50, num_beams=1)
-    edit(folder / "generation_config.json", repetition_penalty=1.5, no_repeat_ngram_size=3,
+    edit(folder / CONFIG, temperature=0.5)
+    edit(folder / GENERATION, temperature=1.0, repetition_penalty=1.5, no_repeat_ngram_size=3,
          max_length=50)
 
 
@@ -139,6 +140,9 @@ FOLDERS = { # what is changed
     "gap-in-tokenizer-json": editing("tokenizer.json", added_tokens=[
         ADDED | {"id": 492, "special": False}]),
     "authors": set_generation,
+    "nothing-changes": editing(GENERATION, temperature=1.0, top_k=50, top_p=1.0, min_p=0.0,
+                               repetition_penalty=1.0, num_beams=1, typical_p=1.0, min_length=0,
+                               no_repeat_ngram_size=0, min_new_tokens=0, suppress_tokens=[]),
 }
 LINES = { # what a line must say
     "heads": ".* need: 'crossatt.*ln_cross.*score.*v_h.*",

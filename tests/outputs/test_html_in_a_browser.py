@@ -198,18 +198,6 @@ def test_hovering_shows_the_alternatives(view):
     assert details.count() == 0
 
 
-def test_the_tooltip_covers_two_lines(view):
-    likely = {f"other {k}": 0.1 for k in range(5)}
-    page = view([[make_token(f"line {i}\n", 0.01, **likely) for i in range(6)]])
-    page.locator(".token").nth(5).hover()
-    details = page.get_by_role("tooltip")
-    assert details.locator("li").count() == 6
-    bottoms = edges(page, "bottom")
-    box = details.bounding_box()
-    assert bottoms[2] <= box["y"]
-    assert box["y"] + box["height"] <= bottoms[5]
-
-
 def test_a_sample_beside_others_begins_no_empty_line(view, tmp_path):
     run = [[make_token("\n", 0.5), *make_tokens(2)]]
     for runs, is_same_line in ([run, run], True), ([run], False):
