@@ -11,6 +11,7 @@ from engines import (
     SETTINGS,
     TOKENIZER,
     NotingBackend,
+    continue_ids,
     decode,
     expected_ids,
     expected_texts,
@@ -23,6 +24,8 @@ from engines import (
 )
 from models import CHARS, make_gpt, random_prompt
 from sampling.backends.backend import EagerBackend
+from sampling.backends.cuda import CUDABackend
+from sampling.backends.prepare import cast_linears
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
@@ -51,6 +54,19 @@ def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(
         found = decode(backend, prompts, 30, **settings)
         assert found == expected_ids(prompts, 30, block_size=block_size, device=backend.device,
                                      **settings), name
+
+
+def test_for_cuda_tokens_are_sampled_in_the_dtype_of_the_logits_as_in_nanogpt():
+    model = cast_linears(make_gpt(), torch.bfloat16)
+    settings = dict(temperature=0.3, top_k=30)
+    samples = make_samples(2 * CHARS)
+    params = SamplingParams(1, **settings, seed=1)
+    found = run(make_generator(CUDABackend(model)), samples, params, 1)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = [continue_ids(model, sample.prompt_ids, 1, **settings, in_own_dtype=True)
+                    for sample in samples]
+    assert [sample.token_ids for sample in found] == expected
 
 
 @pytest.mark.parametrize("batch_size, max_new_tokens", [(1, 20), (3, 20), (99, 20), (3, 0)])
