@@ -164,18 +164,6 @@ def test_a_sample_ends_at_a_stop_text_and_the_rows_that_stay_keep_their_text(
         assert (sample.finish_reason == "length") == (sample.text in full)
 
 
-@pytest.mark.parametrize("backend, num_rows, num_unfinished, leave", [
-    ("eager", 6, 5, True),
-    ("no graphs", 32, 1, False),
-    ("no graphs", 33, 16, True),
-    ("no graphs", 33, 17, False), # fewer than half of them
-])
-def test_finished_rows_leave_a_batch_but_on_a_gpu_only_if_they_are_many(
-        backend, num_rows, num_unfinished, leave):
-    backend = BACKENDS[backend](make_gpt())
-    assert backend.should_drop(num_rows, num_unfinished) == leave
-
-
 def test_a_stream_has_a_text_after_the_first_step():
     backend = NotingBackend(make_gpt())
     assert len(next(make_generator(backend).stream("O", PARAMS))) == 1
