@@ -45,7 +45,6 @@ def test_out_of_memory_errors_are_recognised_also_behind_another_error(text, exp
 
 
 @pytest.mark.parametrize("num_running, num_cores, spin_count", [
-    ("1", 2, "3000"),
     ("2", 2, "0"),
     ("21222", 2, "3000"),
     ("4", 8, "3000"),

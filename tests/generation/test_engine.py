@@ -11,6 +11,7 @@ from engines import (
     SETTINGS,
     TOKENIZER,
     NotingBackend,
+    continue_ids,
     decode,
     expected_ids,
     expected_texts,
@@ -23,6 +24,8 @@ from engines import (
 )
 from models import CHARS, make_gpt, random_prompt
 from sampling.backends.backend import EagerBackend
+from sampling.backends.cuda import CUDABackend
+from sampling.backends.prepare import cast_linears
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
@@ -51,6 +54,19 @@ def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(
         found = decode(backend, prompts, 30, **settings)
         assert found == expected_ids(prompts, 30, block_size=block_size, device=backend.device,
                                      **settings), name
+
+
+def test_for_cuda_tokens_are_sampled_in_the_dtype_of_the_logits_as_in_nanogpt():
+    model = cast_linears(make_gpt(), torch.bfloat16)
+    settings = dict(temperature=0.3, top_k=30)
+    samples = make_samples(2 * CHARS)
+    params = SamplingParams(1, **settings, seed=1)
+    found = run(make_generator(CUDABackend(model)), samples, params, 1)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = [continue_ids(model, sample.prompt_ids, 1, **settings, in_own_dtype=True)
+                    for sample in samples]
+    assert [sample.token_ids for sample in found] == expected
 
 
 @pytest.mark.parametrize("batch_size, max_new_tokens", [(1, 20), (3, 20), (99, 20), (3, 0)])
@@ -146,18 +162,6 @@ def test_a_sample_ends_at_a_stop_text_and_the_rows_that_stay_keep_their_text(
     assert texts_of(found) == [truncate_at_stop(text, stops) for text in full]
     for sample in found:
         assert (sample.finish_reason == "length") == (sample.text in full)
-
-
-@pytest.mark.parametrize("backend, num_rows, num_unfinished, leave", [
-    ("eager", 6, 5, True),
-    ("no graphs", 32, 1, False),
-    ("no graphs", 33, 16, True),
-    ("no graphs", 33, 17, False), # fewer than half of them
-])
-def test_finished_rows_leave_a_batch_but_on_a_gpu_only_if_they_are_many(
-        backend, num_rows, num_unfinished, leave):
-    backend = BACKENDS[backend](make_gpt())
-    assert backend.should_drop(num_rows, num_unfinished) == leave
 
 
 def test_a_stream_has_a_text_after_the_first_step():

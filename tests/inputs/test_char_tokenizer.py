@@ -107,7 +107,6 @@ def test_a_vocabulary_may_encode_nothing(tmp_path):
     ({"stoi": {"a": 0, b"a": 1}}, "must map texts or bytes"),
     ({"stoi": {256: 0}}, "must map texts or bytes"),
     ({"stoi": {"a": -1}}, "must map texts or bytes"),
-    ({"stoi": {"a": 2**63}}, "must map texts or bytes"),
     ({"stoi": {}}, "must map texts or bytes"),
     ({"stoi": 3}, "its stoi is not a dict, but 3"),
     ({"stoi": {"a": 0}, "itos": 1}, "its itos is not a dict, but 1"),
@@ -115,7 +114,7 @@ def test_a_vocabulary_may_encode_nothing(tmp_path):
     (b"hello", "damaged or incomplete"),
     (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
     (b"N" * 2**23 + b".", "it has more than 8388608 bytes"),
-], ids=range(11))
+], ids=range(10))
 def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path):
     with pytest.raises(ValueError, match=f"meta.pkl.*{message}"): # test_attacks.py has more
         load(tmp_path, meta)

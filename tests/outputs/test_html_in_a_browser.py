@@ -198,13 +198,6 @@ def test_hovering_shows_the_alternatives(view):
     assert details.count() == 0
 
 
-def test_a_sample_beside_others_begins_no_empty_line(view, tmp_path):
-    run = [[make_token("\n", 0.5), *make_tokens(2)]]
-    for runs, is_same_line in ([run, run], True), ([run], False):
-        first, second, *_ = edges(view(write_runs(tmp_path, *runs)), "top")
-        assert (abs(first - second) < 9) == is_same_line
-
-
 KEYS = [ # a key, and what a screen reader announces
     ("ArrowRight", "a 50.0%; others: space new line 25.0%"),
     ("ArrowRight", "b new line 25.0%"),

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from models import CHARS, make_gpt, save_checkpoint, save_meta
-from sampling.outputs import html
 from script_process import PIPE, start_script
 from terminal import Terminal
 
@@ -118,15 +117,6 @@ def test_lines_and_the_page_have_each_token(score, folder):
     for part in ('<span>The </span>', "[1,null]", "<h1>Scores from out</h1>",
                  f'finish">3 tokens, {-total / 3:.2f}'):
         assert part in page
-
-
-def test_without_alternatives_lines_have_the_tokens_and_a_page_the_text(score, folder):
-    score(*THE, "--out_file=a.jsonl", "--logprobs=0")
-    content = json.loads((folder / "a.jsonl").read_text())["logprobs"]["content"]
-    assert [token["token"] for token in content] == [*"The "]
-    score(*THE, "--out_file=b.jsonl")
-    html.write_page(folder / "b.html", [str(folder / "b.jsonl")])
-    assert "<span>The </span>" in (folder / "b.html").read_text()
 
 
 def test_with_a_batch_size_of_one_a_pipe_gets_each_score_at_once(folder):
