@@ -69,6 +69,7 @@ def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(
 @pytest.mark.parametrize("variable, value, reason", [
     ("PYTHONPATH", "broken", "OSError: no libLLVM"), # for llvmlite, which numba needs
     ("NUMBA_DISABLE_JIT", "1", "NUMBA_DISABLE_JIT is set"),
+    ("NUMBA_OPT", "x", "RuntimeWarning: .*'NUMBA_OPT' is defined but .* 'x' could not be parsed."),
     ("NUMBA_THREADING_LAYER", "1", "ValueError: .*requested '1' is unknown.*"),
 ], ids=str)
 def test_where_numba_does_not_work_a_line_says_so_and_torch_runs_alone(
