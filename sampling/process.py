@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import glob
@@ -236,7 +237,10 @@ def numba_failure() -> str:
     import torch
     num_threads = torch.get_num_threads()
     try:
-        import numba
+        with warnings.catch_warnings():
+            # numba's warning about a variable has a traceback of its own.
+            warnings.simplefilter("error", RuntimeWarning)
+            import numba
         # Starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names.
         numba.get_num_threads()
         torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it

@@ -48,7 +48,7 @@ class Run:
 
     def line(self, sample: Result) -> bytes:
         record = self.first_fields(sample)
-        for name in result_fields(sample):
+        for name in result_fields(self.settings):
             record[name] = getattr(sample, name)
         record["cumulative_logprob"] = rounded_sum(sample)
         num_top = self.settings.get("logprobs")
@@ -72,9 +72,6 @@ class Run:
                 saved[name] = value
         wanted = {**self.settings, CHECKSUM: self.checkpoint_id["crc32"], **first}
         check_equal(saved, wanted, where)
-        for name, kind in result_fields(sample).items():
-            if type(record.get(name)) is not kind:
-                raise ValueError(f"{where}: its {name} is not what sample.py wrote: {REMOVE}")
 
     def first_fields(self, sample: Result) -> Record:
         prompt = sample.prompt
@@ -167,14 +164,11 @@ class LinesFile:
             saved = plural(num_saved, "text" if "score" in run.settings else "sample")
             if watch:
                 saved += " of this checkpoint"
-            self.log_saved(saved, is_complete=not new)
+            if new:
+                logger.info(f"{self.path} holds {saved} already: resuming after them")
+            else:
+                logger.info(f"{self.path} is complete, with {saved}: nothing to do")
         yield from chain(new, samples)
-
-    def log_saved(self, saved: str, is_complete: bool) -> None:
-        if is_complete:
-            logger.info(f"{self.path} is complete, with {saved}: nothing to do")
-        else:
-            logger.info(f"{self.path} holds {saved} already: resuming after them")
 
     def write(self, line: bytes) -> None:
         """Raises ValueError if another program has changed the file."""
@@ -192,9 +186,9 @@ class LinesFile:
                 line = line[os.write(self.file.fileno(), line):]
 
 
-def result_fields(sample: Result) -> dict[str, type]:
-    """The fields of what came of a prompt, and their types."""
-    return SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS
+def result_fields(settings: Settings) -> dict[str, type]:
+    """The fields of what came of a prompt in a run with these settings, and their types."""
+    return SCORE_FIELDS if "score" in settings else SAMPLE_FIELDS
 
 
 def check_equal(saved: Record, wanted: Record, where: str) -> None:
@@ -302,8 +296,10 @@ def is_truncated(line: bytes) -> bool:
 
 def is_record(value: Any) -> bool:
     """Whether a value has the fields of a line of this version."""
-    return (isinstance(value, dict) and value.get("version") == VERSION
-            and all(type(value.get(name)) is kind for name, kind in FIELD_TYPES.items()))
+    def has(fields: dict[str, type]) -> bool:
+        return all(type(value.get(name)) is kind for name, kind in fields.items())
+    return (isinstance(value, dict) and value.get("version") == VERSION and has(FIELD_TYPES)
+            and has(result_fields(value["settings"])))
 
 
 # ---- files

@@ -54,6 +54,7 @@ def test_the_steps_of_a_run_are_those_of_full_batches(num_samples, batch_size, e
 @pytest.mark.parametrize("variable, value, reason", [
     ("PYTHONPATH", "broken", "OSError: no libLLVM"), # for llvmlite, which numba needs
     ("NUMBA_DISABLE_JIT", "1", "NUMBA_DISABLE_JIT is set"),
+    ("NUMBA_OPT", "x", "RuntimeWarning: .*'NUMBA_OPT' is defined but .* 'x' could not be parsed."),
     ("NUMBA_THREADING_LAYER", "1", "ValueError: .*requested '1' is unknown.*"),
 ], ids=str)
 def test_where_numba_does_not_work_a_line_says_so_and_torch_runs_alone(

@@ -178,12 +178,14 @@ LINE = Run({}, {}).line(finished_sample(0, "O", []))
 
 @pytest.mark.parametrize("content, page, message", [
     (LINE.replace(b'"text"', b'"test"'), "new.html",
+     "a.jsonl, line 1: it is damaged, or was edited"),
+    (LINE.replace(b'"length"', b'"long"'), "new.html",
      "sample 0 lacks a field, or has a wrong one"),
     (b"", "mine.html", "mine.html is not a page of samples, so it is not replaced"),
     (None, "new.html", "error: there is no file '"),
     (b"", "new.jsonl", "give one or more files of samples, and the page: "),
     (b"", "new.html", "new.html is not written, because there is no sample to show"),
-], ids=["no-text", "not-a-page", "no-file", "no-page", "no-sample"])
+], ids=["no-text", "no-reason", "not-a-page", "no-file", "no-page", "no-sample"])
 def test_a_wrong_file_or_page_is_one_line_and_changes_nothing(tmp_path, content, page, message):
     mine = tmp_path / "mine.html"
     mine.write_text("<!DOCTYPE html>mine")

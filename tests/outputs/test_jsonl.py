@@ -126,7 +126,7 @@ def test_a_field_has_one_type_in_the_lines_of_all_runs(run_script, char_checkpoi
      ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
-    ({"text": None}, ": its text is not what sample.py wrote: remove it and all lines after it"),
+    ({"text": None}, ": it is damaged, or was edited: remove it"),
     ({"checkpoint": None}, ": it is damaged, or was edited: remove it and all lines after it"),
     ({"version": 3}, ": another version of sample.py wrote it: run that version, or give another"),
 ], ids=str)
