@@ -9,7 +9,9 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
+from stat import S_ISFIFO
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import RESULT_FIELDS, RULES
@@ -40,6 +42,8 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
         if os.path.isfile(start):
             logger.info(f"the prompt is the text {start!r:.100}; to read the file, "
                         f"pass --start=FILE:{start}")
+        if start == "\n" and is_piped():
+            logger.info("the prompt is a newline; for the text in the pipe, pass --start=FILE:-")
         return [Prompt(start)]
     if kind == "FILE" and path.endswith(".jsonl"):
         logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, "
@@ -119,13 +123,22 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
                     yield Prompt(text, location=location)
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
-        raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): "
-                         "save it as UTF-8") from None
+        advice = "gunzip it" if error.object.startswith(b"\x1f\x8b") else "save it as UTF-8"
+        raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): {advice}") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}; "
                          f"{kind}: takes the path of a file, or - for standard input") from None
     if is_empty:
         raise ValueError(f"{source} is empty, but a sample needs a prompt")
+
+
+def is_piped() -> bool:
+    """Whether standard input is a pipe that has data."""
+    with suppress(ImportError, OSError): # on Windows; a closed standard input
+        from fcntl import ioctl
+        from termios import FIONREAD
+        return S_ISFIFO(os.fstat(0).st_mode) and any(ioctl(0, FIONREAD, bytes(4)))
+    return False
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
@@ -139,6 +152,8 @@ def parse_json_line(line: str, location: str) -> Prompt:
             text = fields.pop("prompt", None)
     except (ValueError, RecursionError) as error:
         reason = f" ({error})"
+    if line.lstrip().startswith("["):
+        reason += "; jq -c '.[]' makes such lines of an array"
     if not (isinstance(text, str) and text):
         raise ValueError(f'{location}: every line must be an object with a prompt that is not '
                          f'empty, like {{"prompt": "Once"}}; got {line[:100]!r:.100}{reason}')
