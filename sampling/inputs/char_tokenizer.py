@@ -18,6 +18,8 @@ MAX_SYMBOL = 1000 # characters of a token: each sampled one is a copy
 # Names of what stoi and itos describe.
 CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
 
+ALONE = "but each character of a prompt is looked up alone, as in nanoGPT"
+
 
 class CharTokenizer(Tokenizer):
     """Looks up each character of a text, or each byte in UTF-8, in stoi. Joins the texts of itos.
@@ -44,9 +46,8 @@ class CharTokenizer(Tokenizer):
         unknown = [symbol for symbol in dict.fromkeys(symbols) if symbol not in self.stoi]
         if unknown:
             raise ValueError(self.describe_unknown(unknown, symbols))
-        if word := next((word for word in self.words if word in text[:1000]), ""):
-            logger.warning(f"{self.source}: the token {word!r:.60} is in the prompt, but each "
-                           "character is looked up alone, as in nanoGPT")
+        if any(word in text[:1000] for word in self.words):
+            logger.warning(f"the prompt has tokens of several characters in {self.source}, {ALONE}")
             self.words = [] # once is enough
         return [self.stoi[symbol] for symbol in symbols]
 
@@ -65,9 +66,7 @@ class CharTokenizer(Tokenizer):
                 advice += ("; it has them composed: save the prompt in Unicode's form NFC, "
                            f"here {composed!r:.60}")
             if len(self.words) > len(known):
-                advice += (f"; its tokens are words, such as {self.words[-1]!r:.60}, but each "
-                           "character of a prompt is looked up alone, as in nanoGPT")
-                advice += f": pass --start={known[-1]!r}" if known else ""
+                advice += f"; its tokens are words, {ALONE}: pass such as --start={known[-1:]!r}"
         return (f"the prompt has characters that {self.source} lacks: {listed}; "
                 f"it has {known!r:.200}{advice}")
 

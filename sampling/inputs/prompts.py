@@ -123,8 +123,8 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
                     yield Prompt(text, location=location)
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
-        advice = "gunzip it" if error.object.startswith(b"\x1f\x8b") else "save it as UTF-8"
-        raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): {advice}") from None
+        raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): "
+                         "save it as UTF-8, and not compressed") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}; "
                          f"{kind}: takes the path of a file, or - for standard input") from None
@@ -134,7 +134,7 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
 
 def is_piped() -> bool:
     """Whether standard input is a pipe that has data."""
-    with suppress(ImportError, OSError): # on Windows; a closed standard input
+    with suppress(ImportError, OSError): # on Windows, or if it is closed
         from fcntl import ioctl
         from termios import FIONREAD
         return S_ISFIFO(os.fstat(0).st_mode) and any(ioctl(0, FIONREAD, bytes(4)))
@@ -152,11 +152,10 @@ def parse_json_line(line: str, location: str) -> Prompt:
             text = fields.pop("prompt", None)
     except (ValueError, RecursionError) as error:
         reason = f" ({error})"
-    if line.lstrip().startswith("["):
-        reason += "; jq -c '.[]' makes such lines of an array"
     if not (isinstance(text, str) and text):
         raise ValueError(f'{location}: every line must be an object with a prompt that is not '
-                         f'empty, like {{"prompt": "Once"}}; got {line[:100]!r:.100}{reason}')
+                         f'empty, like {{"prompt": "Once"}} (jq -c ".[]" makes such lines of an '
+                         f'array); got {line[:100]!r:.100}{reason}')
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that "
                          "out_file already has: rename the field in the prompt file")

@@ -64,7 +64,7 @@ def test_a_long_prompt_is_announced_before_it_is_encoded(tmp_path, messages):
 @pytest.mark.parametrize("kind", ["FILE", "LINES", "JSONL"])
 def test_a_compressed_file_of_prompts_is_named(kind, tmp_path):
     (tmp_path / "p.gz").write_bytes(gzip.compress(b"Once"))
-    with pytest.raises(ValueError, match=r"p\.gz is not UTF-8 .*: gunzip it$"):
+    with pytest.raises(ValueError, match=r"p\.gz is not UTF-8 .* not compressed$"):
         read_prompts(f"{kind}:{tmp_path}/p.gz")
 
 
@@ -97,7 +97,7 @@ def test_a_pipe_with_data_beside_the_default_prompt_gets_a_line(
      "p, line 2: every line must be an object with a prompt that is not empty, like"),
     ("JSONL:p", '{"prompt": "a", "id": 1e999}',
      r"p, line 2: every line must .* \(Out of range float"),
-    ("JSONL:p", '[{"prompt": "a"}]', r"; jq -c '\.\[\]' makes such lines of an array$"),
+    ("JSONL:p", '[{"prompt": "a"}]', r'\(jq -c "\.\[\]" makes such lines'),
     ("JSONL:p", "[" * 10**5, r"p, line 2: every line must .*\(maximum recursion depth"),
     ("FILE:val.bin", "",
      "val.bin is a file of tokens, as a prepare.py writes it: give the text"),
