@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors", "pytorch_model.bin" # each of which may be sharded
 FILES = [WEIGHTS[0], "*.index.json", "*config.json", "*token*.json", "vocab.*", "merges.txt",
          "*.model"]
-OPENAI = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" # their tokenizer is known
 # What sampling does not need: other heads, and the attention to an encoder, which a decoder alone
 # does not use.
 UNNEEDED = re.compile(r"(?!transformer\.|lm_head\.)|.*\.(crossattention|ln_cross_attn)\.")
@@ -211,10 +210,11 @@ def download(name: str) -> Path:
         return folder
     except (OSError, ValueError) as error: # all errors of the hub are of these types
         model = name.removeprefix("openai-community/")
-        for other_name in (model, f"openai-community/{model}") if model in OPENAI else ():
-            config = try_to_load_from_cache(other_name, "config.json")
-            if isinstance(config, str) and has_weights(Path(config).parent):
-                return Path(config).parent
+        if re.fullmatch("gpt2(-medium|-large|-xl)?", model): # the tokenizer may not be there
+            for other_name in model, f"openai-community/{model}":
+                config = try_to_load_from_cache(other_name, "config.json")
+                if isinstance(config, str) and has_weights(Path(config).parent):
+                    return Path(config).parent
         raise ValueError(
             f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub "
             f"({first_sentence(error)}); a private model needs HF_TOKEN; where the hub cannot be "

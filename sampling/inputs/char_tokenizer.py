@@ -1,4 +1,5 @@
 """The meta.pkl of a data set: a vocabulary of characters, bytes or texts, or a tokenizer's name."""
+import logging
 import os
 import re
 import unicodedata
@@ -7,6 +8,7 @@ from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle
 from sampling.checkpoints.untrusted_files import reject_damaged, require
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, encode_utf8
 
+logger = logging.getLogger(__name__)
 # The fields in which prepare scripts name or extend a tokenizer.
 NAME_FIELDS = (
     "has_additional_tokens", "tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type",
@@ -15,6 +17,8 @@ MAX_TOKENS = 2**20 # of a vocabulary: a long text as itos takes many times its s
 MAX_SYMBOL = 1000 # characters of a token: each sampled one is a copy
 # Names of what stoi and itos describe.
 CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
+
+ALONE = "but each character of a prompt is looked up alone, as in nanoGPT"
 
 
 class CharTokenizer(Tokenizer):
@@ -29,6 +33,7 @@ class CharTokenizer(Tokenizer):
         self.source = str(path)
         self.stoi, self.itos = parse_vocabulary(meta, path)
         self.size = 1 + max([*self.stoi.values(), *self.itos])
+        self.words = [text for text in self.stoi if isinstance(text, str) and len(text) > 1]
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.itos.values())
 
     def encode(self, text: str) -> list[int]:
@@ -41,6 +46,9 @@ class CharTokenizer(Tokenizer):
         unknown = [symbol for symbol in dict.fromkeys(symbols) if symbol not in self.stoi]
         if unknown:
             raise ValueError(self.describe_unknown(unknown, symbols))
+        if any(word in text[:1000] for word in self.words):
+            logger.warning(f"the prompt has tokens of several characters in {self.source}, {ALONE}")
+            self.words = [] # once is enough
         return [self.stoi[symbol] for symbol in symbols]
 
     def describe_unknown(self, unknown: list, symbols: str | bytes) -> str:
@@ -57,6 +65,8 @@ class CharTokenizer(Tokenizer):
             if self.stoi.keys() >= set(composed):
                 advice += ("; it has them composed: save the prompt in Unicode's form NFC, "
                            f"here {composed!r:.60}")
+            if len(self.words) > len(known):
+                advice += f"; its tokens are words, {ALONE}: pass such as --start={known[-1:]!r}"
         return (f"the prompt has characters that {self.source} lacks: {listed}; "
                 f"it has {known!r:.200}{advice}")
 

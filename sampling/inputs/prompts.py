@@ -9,7 +9,9 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
+from stat import S_ISFIFO
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import RESULT_FIELDS, RULES
@@ -40,6 +42,8 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
         if os.path.isfile(start):
             logger.info(f"the prompt is the text {start!r:.100}; to read the file, "
                         f"pass --start=FILE:{start}")
+        if start == "\n" and is_piped():
+            logger.info("the prompt is a newline; for the text in the pipe, pass --start=FILE:-")
         return [Prompt(start)]
     if kind == "FILE" and path.endswith(".jsonl"):
         logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, "
@@ -120,12 +124,21 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
         raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): "
-                         "save it as UTF-8") from None
+                         "save it as UTF-8, and not compressed") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}; "
                          f"{kind}: takes the path of a file, or - for standard input") from None
     if is_empty:
         raise ValueError(f"{source} is empty, but a sample needs a prompt")
+
+
+def is_piped() -> bool:
+    """Whether standard input is a pipe that has data."""
+    with suppress(ImportError, OSError): # on Windows, or if it is closed
+        from fcntl import ioctl
+        from termios import FIONREAD
+        return S_ISFIFO(os.fstat(0).st_mode) and any(ioctl(0, FIONREAD, bytes(4)))
+    return False
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
@@ -141,7 +154,8 @@ def parse_json_line(line: str, location: str) -> Prompt:
         reason = f" ({error})"
     if not (isinstance(text, str) and text):
         raise ValueError(f'{location}: every line must be an object with a prompt that is not '
-                         f'empty, like {{"prompt": "Once"}}; got {line[:100]!r:.100}{reason}')
+                         f'empty, like {{"prompt": "Once"}} (jq -c ".[]" makes such lines of an '
+                         f'array); got {line[:100]!r:.100}{reason}')
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that "
                          "out_file already has: rename the field in the prompt file")

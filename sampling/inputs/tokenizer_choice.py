@@ -61,10 +61,7 @@ def check_size(source: str, size: int, vocab_size: int, is_own: bool = False) ->
     elif size > vocab_size:
         raise ValueError(f"{sizes}, so it is not the tokenizer of this model; {ADVICE}")
     if vocab_size > 2 * size:
-        advice = ""
-        if vocab_size in GPT2_SIZES:
-            advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2"
-        logger.warning(f"{sizes}; the rest may be padding{advice}")
+        logger.warning(f"{sizes}; the rest may be padding; if it is not, {ADVICE}")
 
 
 def tokenizer_named(name: str, vocab_size: int) -> Tokenizer | str:
@@ -84,22 +81,30 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
     """The tokenizer in the first place that has one, or the name of an encoding."""
     vocab_size = checkpoint.config.vocab_size
     own, *others = folders = tokenizer_folders(checkpoint)
-    metas = [folder / "meta.pkl" for folder in folders if os.path.isfile(folder / "meta.pkl")]
+    metas = []
     if not checkpoint.is_huggingface:
-        found = {path: meta for path in metas if (meta := tokenizer_in(path, vocab_size))}
-        for path, meta in found.items():
-            first = next(iter(found))
-            if getattr(meta, "itos", meta) != getattr(found[first], "itos", found[first]):
-                raise ValueError(f"{first} and {path} differ; nanoGPT takes that in data; pass "
-                                 "--tokenizer with the file that the model was trained with")
-        if found:
-            return found[first]
+        metas = [folder / "meta.pkl" for folder in folders if os.path.isfile(folder / "meta.pkl")]
+    found = None
+    for path in metas:
+        meta = tokenizer_in(path, vocab_size)
+        if found and meta and getattr(found, "itos", found) != getattr(meta, "itos", meta):
+            raise ValueError(f"{' and '.join(map(str, metas))} differ; nanoGPT uses that in data; "
+                             "pass as --tokenizer the one that the model was trained with")
+        found = found or meta
+    if found:
+        return found
     if path := find_tokenizer(own):
         return HFTokenizer(path, vocab_size)
-    try:
+    try: # in the folders of the data set, where nanoGPT has none
         for path in filter(None, map(find_tokenizer, others)):
-            return tokenizer_of_data(path, vocab_size)
-    except ValueError as error: # nanoGPT looks for none there
+            found = HFTokenizer(path, vocab_size)
+            # The model may be padded to a multiple of a number up to 1024.
+            require(0 <= vocab_size - found.size <= -found.size % 1024,
+                    f"{path} has {found.size} tokens, but the model has {vocab_size}")
+            if vocab_size in GPT2_SIZES:
+                logger.warning(f"using {path}; for GPT-2's encoding, pass --tokenizer=gpt2")
+            return found
+    except ValueError as error:
         logger.warning(f"not used: {error}; to use another tokenizer, pass --tokenizer")
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         return encoding
@@ -110,19 +115,6 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
     if checkpoint.is_huggingface:
         logger.info(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return "gpt2"
-
-
-def tokenizer_of_data(path: Path, vocab_size: int) -> Tokenizer:
-    """The Hugging Face tokenizer at path, beside a data set.
-
-    Raises ValueError unless the model has its size, or that padded to at most a multiple of 1,024.
-    """
-    found = HFTokenizer(path, vocab_size)
-    require(0 <= vocab_size - found.size <= -found.size % 1024,
-            f"{path} has {found.size} tokens, but the model has {vocab_size}")
-    if vocab_size in GPT2_SIZES:
-        logger.warning(f"using {path}; for GPT-2's encoding, pass --tokenizer=gpt2")
-    return found
 
 
 def tokenizer_folders(checkpoint: Checkpoint) -> list[Path]:

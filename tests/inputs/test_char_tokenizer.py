@@ -39,6 +39,14 @@ def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
     assert load(tmp_path, {"stoi": {"▁the": 0, "a": 1}}).decode([0, 1]) == "▁thea"
 
 
+def test_a_token_of_several_characters_in_a_prompt_gets_one_warning(tmp_path, messages):
+    tokenizer = load(tmp_path, {"stoi": {"O": 0, "n": 1, "On": 2}})
+    assert [tokenizer.encode(text) for text in ("n", "On", "On")] == [[1], [0, 1], [0, 1]]
+    assert messages == [
+        f"the prompt has tokens of several characters in {tmp_path}/meta.pkl, but each character "
+        "of a prompt is looked up alone, as in nanoGPT"]
+
+
 @pytest.mark.parametrize("meta", [
     {"stoi": {i: i for i in range(256)}},
     BYTES,
@@ -76,6 +84,8 @@ def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path, prompt, ids
     ({"a": 0, "n": 1}, "a\\n",
      r"'\\\\' at 2; it has 'an'; for a newline pass --start='\"\\n\"'$"),
     (WORDS, "xe4", r"'e' at 2; '4' at 3; it has '\\n x'$"),
+    ({"the": 0, "of": 1, ".": 2}, "\n",
+     r"'\\n' at 1; it has '\.'; its tokens are words, but .*: pass such as --start='\.'$"),
     ({97: 0}, "aé", "lacks: 195 at 2; 169 at 3; it has b'a'$"),
     # It is decomposed.
     ({"é": 0, "a": 1}, "ae\u0301", "save the prompt in Unicode's form NFC, here 'aé'"),

@@ -1,4 +1,7 @@
 """The prompts that the setting start selects, and what a user is told about prompts."""
+import gzip
+import os
+
 import pytest
 
 from engines import PARAMS, TOKENIZER, make_generator
@@ -58,6 +61,33 @@ def test_a_long_prompt_is_announced_before_it_is_encoded(tmp_path, messages):
     assert messages == [f"{tmp_path}/p.txt: encoding 1,000,001 characters"]
 
 
+@pytest.mark.parametrize("kind", ["FILE", "LINES", "JSONL"])
+def test_a_compressed_file_of_prompts_is_named(kind, tmp_path):
+    (tmp_path / "p.gz").write_bytes(gzip.compress(b"Once"))
+    with pytest.raises(ValueError, match=r"p\.gz is not UTF-8 .* not compressed$"):
+        read_prompts(f"{kind}:{tmp_path}/p.gz")
+
+
+@pytest.mark.parametrize("start, data, lines", [
+    ("\n", b"Once", ["the prompt is a newline; for the text in the pipe, pass --start=FILE:-"]),
+    ("\n", b"", []),
+    ("Twice", b"Once", []),
+])
+def test_a_pipe_with_data_beside_the_default_prompt_gets_a_line(
+        start, data, lines, messages):
+    ends = os.pipe()
+    kept = os.dup(0)
+    os.write(ends[1], data)
+    os.dup2(ends[0], 0)
+    try:
+        assert read_prompts(start) == [Prompt(start)]
+    finally:
+        os.dup2(kept, 0)
+        for end in kept, *ends:
+            os.close(end)
+    assert messages == lines
+
+
 @pytest.mark.parametrize("start, content, message", [
     ("JSONL:p", '{"prompt": "b", "temperature": 1}',
      "p, line 2: temperature is a setting of the whole run"),
@@ -67,6 +97,7 @@ def test_a_long_prompt_is_announced_before_it_is_encoded(tmp_path, messages):
      "p, line 2: every line must be an object with a prompt that is not empty, like"),
     ("JSONL:p", '{"prompt": "a", "id": 1e999}',
      r"p, line 2: every line must .* \(Out of range float"),
+    ("JSONL:p", '[{"prompt": "a"}]', r'\(jq -c "\.\[\]" makes such lines'),
     ("JSONL:p", "[" * 10**5, r"p, line 2: every line must .*\(maximum recursion depth"),
     ("FILE:val.bin", "",
      "val.bin is a file of tokens, as a prepare.py writes it: give the text"),

@@ -79,7 +79,7 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
 def test_a_meta_pkl_that_differs_from_that_of_the_data_set_is_an_error_that_names_both(here):
     for path, chars in ("out/meta.pkl", CHARS), ("data/letters/meta.pkl", CHARS[::-1]):
         save_meta(Path(path), chars)
-    with pytest.raises(ValueError, match=r"^out/meta\.pkl and data/letters/meta\.pkl differ"):
+    with pytest.raises(ValueError, match=r"^out/meta\.pkl and data/letters/meta\.pkl .*differ"):
         load(len(CHARS), dataset="letters")
     assert load(len(CHARS), name="out/meta.pkl").source == "out/meta.pkl"
 
@@ -194,8 +194,7 @@ def test_what_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, messag
 @pytest.mark.parametrize("name, vocab_size, warning", [
     (None, 122, ""),
     (None, 123, "meta.pkl has 61 tokens, but the model has 123; the rest may be padding"),
-    (None, 50304, "the rest may be padding; if the model was trained on GPT-2's tokens, "
-     "pass --tokenizer=gpt2"),
+    (None, 50304, "the rest may be padding; if it is not, pass --tokenizer="),
     ("gpt2", 65536, ""),
     ("gpt2", 200_000, "GPT-2's encoding has 50257 tokens, but the model has 200000"),
 ])
