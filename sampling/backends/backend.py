@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sampling.checkpoints.own_model import OwnModel
 from sampling.model import GPT, GPTConfig, KVCache
-from sampling.process import is_out_of_memory
+from sampling.process import is_out_of_memory, prefers_onednn
 
 logger = logging.getLogger(__name__)
+# torch calls its operator of oneDNN private, and may rename it.
+has_fast_onednn = prefers_onednn() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class Backend:
@@ -107,6 +110,13 @@ class Backend:
         window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0
         logits_bytes = 40 * config.vocab_size # also what sampling makes of them
         return num_tokens * (cache_bytes + window_bytes) + logits_bytes
+
+
+def many_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear for many rows (..., I), in float32 on a CPU."""
+    if has_fast_onednn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
 
 
 def compiled(model: GPT) -> Callable[..., Any]:

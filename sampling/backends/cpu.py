@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sampling import jit
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.backend import Backend
+from sampling.backends.backend import Backend, many_rows_linear
 from sampling.checkpoints.build import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
 from sampling.process import has_numba
@@ -22,7 +22,7 @@ from sampling.process import has_numba
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
-# With more rows, F.linear is as fast in float32, or faster.
+# With more rows, torch's products are as fast in float32, or faster.
 MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 MIN_DRAFT_PARAMS = 50_000_000 # of a model whose steps wait for memory
@@ -53,7 +53,7 @@ class Linear:
                  residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:
         """(R, I) -> (R, O). The residual has the shape of the result."""
         if len(x) > MAX_KERNEL_ROWS and self.weight.dtype == np.float32:
-            y = F.linear(*map(torch.from_numpy, (x, self.weight, self.bias)))
+            y = many_rows_linear(*map(torch.from_numpy, (x, self.weight, self.bias)))
             if gelu:
                 y = F.gelu(y, approximate=gelu)
             if residual.size:

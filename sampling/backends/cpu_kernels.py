@@ -95,7 +95,7 @@ def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: 
             yr[o] = result
 
 
-@inner
+@njit(fastmath=FLAGS, inline="always", **jit.OPTIONS) # LLVM would not always
 def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
     """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x.
 
@@ -252,8 +252,8 @@ def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start:
                 y: Array) -> None:
     """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C, D).
 
-    Four positions that lie far apart are read at once, as in one_row. Beyond the last one, it is
-    read with weight 0.
+    Four values that lie far apart are read at once, as the keys in one_row. Beyond the last one, it
+    is read with weight 0.
     """
     num_tokens, width = q.shape
     scores = np.empty(start + num_tokens + 3, np.float32)
@@ -268,24 +268,9 @@ def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start:
         yt[:] = ZERO
         for d in range(width):
             qt[d] = q[t, d] * scale
-        for s in range(quarter):
-            s1 = s + quarter
-            s2 = s + 2 * quarter
-            s3 = s + 3 * quarter
-            k0 = k[s]
-            k1 = k[min(s1, last)]
-            k2 = k[min(s2, last)]
-            k3 = k[min(s3, last)]
-            sum0 = sum1 = sum2 = sum3 = ZERO
-            for d in range(width):
-                sum0 += qt[d] * k0[d]
-                sum1 += qt[d] * k1[d]
-                sum2 += qt[d] * k2[d]
-                sum3 += qt[d] * k3[d]
-            scores[s] = sum0
-            scores[s1] = sum1
-            scores[s2] = sum2
-            scores[s3] = sum3
+        whole = (last + 1) // 4
+        one_row(qt, k, scores, 0, whole, whole)
+        one_row(qt, k, scores, 4 * whole, last + 1, 0) # up to three positions are left
         softmax(scores[:last + 1])
         scores[last + 1:] = ZERO
         for s in range(quarter):

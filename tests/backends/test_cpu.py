@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from models import as_checkpoint, make_gpt, random_prompt
 from sampling import jit
+from sampling.backends import backend as backends
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import CPUBackend, Linear
 from sampling.checkpoints.build import quantize
@@ -59,7 +60,15 @@ def one_set_of_types():
         assert len(kernel.signatures) <= 1
 
 
-@pytest.mark.usefixtures("all_threads")
+@pytest.fixture(params=[False, True], ids=["usual", "oneDNN"])
+def many_rows(request, monkeypatch):
+    """Both libraries for products of many rows, whatever the processor is."""
+    if request.param and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(backends, "has_fast_onednn", request.param)
+
+
+@pytest.mark.usefixtures("all_threads", "many_rows")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
     model = make_gpt(**SHAPES[shape])
