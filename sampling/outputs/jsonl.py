@@ -19,12 +19,15 @@ from sampling.samples import Result, Sample, Score, Token
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any] # a line
-VERSION = 5 # of the fields of a line
+VERSION = 5 # changes with the fields of a line
 CHECKSUM = "the checkpoint's checksum"
-# The type of each field that every line has, and of those of samples and of scores.
+# The fields that every line has, and those for what came of the prompt, with their types.
 FIELD_TYPES = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
-SAMPLE_FIELDS = {"text": str, "num_tokens": int, "finish_reason": str, "cumulative_logprob": float}
 SCORE_FIELDS = {"num_tokens": int, "num_bytes": int, "cumulative_logprob": float}
+RESULT_TYPES = {
+    Sample: {"text": str, "num_tokens": int, "finish_reason": str, "cumulative_logprob": float},
+    Score: SCORE_FIELDS,
+}
 # The values of settings that are None: a field has the same type in the lines of all runs.
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # Some readers take these characters for the end of a line.
@@ -48,7 +51,7 @@ class Run:
 
     def line(self, sample: Result) -> bytes:
         record = self.first_fields(sample)
-        for name in result_fields(sample):
+        for name in RESULT_TYPES[type(sample)]:
             record[name] = getattr(sample, name)
         record["cumulative_logprob"] = rounded_sum(sample)
         num_top = self.settings.get("logprobs")
@@ -72,7 +75,7 @@ class Run:
                 saved[name] = value
         wanted = {**self.settings, CHECKSUM: self.checkpoint_id["crc32"], **first}
         check_equal(saved, wanted, where)
-        for name, kind in result_fields(sample).items():
+        for name, kind in RESULT_TYPES[type(sample)].items():
             if type(record.get(name)) is not kind:
                 raise ValueError(f"{where}: its {name} is not what sample.py wrote: {REMOVE}")
 
@@ -148,7 +151,7 @@ class LinesFile:
                 raise ValueError(f"{where}, is one sample more than this run generates: give the "
                                  "file another name, or replace it with --overwrite")
             run.check(record, sample, where)
-            if isinstance(sample, Score): # its sums are needed for those of all texts
+            if isinstance(sample, Score): # Printer.print_total needs the sums of all texts
                 vars(sample).update({name: record[name] for name in SCORE_FIELDS})
             sample.already_saved = True
             num_saved += 1
@@ -167,14 +170,11 @@ class LinesFile:
             saved = plural(num_saved, "text" if "score" in run.settings else "sample")
             if watch:
                 saved += " of this checkpoint"
-            self.log_saved(saved, is_complete=not new)
+            if new:
+                logger.info(f"{self.path} holds {saved} already: resuming after them")
+            else:
+                logger.info(f"{self.path} is complete, with {saved}: nothing to do")
         yield from chain(new, samples)
-
-    def log_saved(self, saved: str, is_complete: bool) -> None:
-        if is_complete:
-            logger.info(f"{self.path} is complete, with {saved}: nothing to do")
-        else:
-            logger.info(f"{self.path} holds {saved} already: resuming after them")
 
     def write(self, line: bytes) -> None:
         """Raises ValueError if another program has changed the file."""
@@ -190,11 +190,6 @@ class LinesFile:
             # One call, unless the disk is full: Ctrl-C never leaves half a line.
             while line:
                 line = line[os.write(self.file.fileno(), line):]
-
-
-def result_fields(sample: Result) -> dict[str, type]:
-    """The fields of what came of a prompt, and their types."""
-    return SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS
 
 
 def check_equal(saved: Record, wanted: Record, where: str) -> None:
@@ -226,8 +221,7 @@ def run_settings(settings: Settings, device_type: str, dtype_name: str) -> Recor
         kept["stop"] = json.dumps(as_list(kept["stop"]))
     kept["compile"] = settings["compile"]
     kept["tokenizer"] = settings["tokenizer"]
-    if settings["score"]:
-        kept["score"] = True
+    kept["score"] = settings["score"] or None
     kept["device"] = device_type
     kept["dtype"] = dtype_name
     kept["logprobs"] = settings["logprobs"]
@@ -244,24 +238,23 @@ def filled(fields: Record) -> Record:
 
 
 def token_fields(token: Token, num_top: int = 0) -> Record:
-    return filled({"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob),
+    return filled({"id": token.id, "token": token.text, "logprob": rounded(token.logprob),
                    "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))})
 
 
-def round_logprob(logprob: float | None, num_digits: int = 3) -> float | None:
-    """Round to three decimals: further ones depend on which samples shared a batch."""
-    return None if logprob is None else round(logprob, num_digits) + 0.0 # never -0.0
+def rounded(value: float | None, num_digits: int = 3) -> float | None:
+    """A log-probability has three decimals: further ones depend on which samples shared a batch."""
+    return None if value is None else round(value, num_digits) + 0.0 # never -0.0
 
 
 def rounded_sum(sample: Result) -> float | None:
+    """The sum of all log-probabilities. That of a short text that is scored keeps more decimals,
+    because its mean is printed with four.
+    """
+    num_digits = 3
     if isinstance(sample, Score):
-        return round_score(sample.cumulative_logprob, sample.num_tokens)
-    return round_logprob(sample.cumulative_logprob)
-
-
-def round_score(logprob: float, num_tokens: int) -> float:
-    """The sum over a short text keeps more decimals, because the mean is printed with four."""
-    return round_logprob(logprob, max(3, 6 - len(str(num_tokens))))
+        num_digits = max(3, 6 - len(str(sample.num_tokens)))
+    return rounded(sample.cumulative_logprob, num_digits)
 
 
 def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:
