@@ -106,7 +106,7 @@ def run(params, files):
         for sample, pieces in updates:
             outputs.update(sample, pieces)
         outputs.finish()
-        gpt = None # its memory must be free before the next model is loaded
+        gpt = None # the memory must be free before the next model is loaded
 
 
 def load_gpt(num_total=None):
@@ -129,7 +129,7 @@ def command(owns_process=True):
         globals().update(complete_settings(globals()))
     shorten_spinning()
     with report_user_errors():
-        serve(load_gpt) or main() # of torchrun's processes, only the first runs main
+        serve(load_gpt) or main() # only the first of torchrun's processes runs main
     if owns_process:
         hard_exit()
 

@@ -282,7 +282,7 @@ class Session:
         logger.info(f"added to {path}")
 
     def reload(self) -> None:
-        self.gpt = None # its memory must be free before the next model is loaded
+        self.gpt = None # the memory must be free before the next model is loaded
         self.gpt = self.load()
         new = self.gpt.tokenizer
         old = self.printer and self.printer.tokenizer

@@ -82,7 +82,7 @@ class Score:
     prompt: Prompt # the text
     ids: list[int] # the tokens of the text
     already_saved: bool = False # out_file has it, so it is not scored, shown or saved again
-    # Those of the text, as many as were asked for. The first one has no logprob: none comes before.
+    # As many as were asked for. The first one has no logprob, because no token comes before it.
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None # "length"
     num_tokens: int = 0 # how many were scored: all but the first
