@@ -26,7 +26,6 @@ for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def over
     if not (path.is_file() and part in path.read_bytes()):
         raise ImportError(f"{path} is missing, or belongs to another project")
 
-from sampling.configurator import plain  # noqa: E402
 from sampling.params import ModelOptions, SamplingParams, check_options  # noqa: E402
 from sampling.process import expand_home, shorten_spinning  # noqa: E402
 from sampling.samples import Sample, Score, Token  # noqa: E402
@@ -66,9 +65,8 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     from sampling.checkpoints.huggingface import is_hub_id
     from sampling.text_generator import load_model
     name = expand_home(os.fspath(name))
-    tokenizer = expand_home(plain(tokenizer))
-    model_file = expand_home(plain(model_file))
-    options = ModelOptions(device, dtype, tokenizer, model_file, compile, cuda_graphs, draft)
+    options = ModelOptions(device, dtype, expand_home(tokenizer), expand_home(model_file), compile,
+                           cuda_graphs, draft)
     check_options({"name": name, **vars(options)})
     path = Path(name)
     if os.path.lexists(path):

@@ -48,8 +48,8 @@ def whole_number(lowest: int, highest: float = math.inf) -> Predicate:
     return lambda value: type(value) is int and lowest <= value <= highest
 
 
-def is_same_file(path: str | None, other: str | None) -> bool:
-    return bool(path and other) and os.path.realpath(path) == os.path.realpath(other)
+def is_same_file(path: str | None, other: str | None) -> Any:
+    return path and other and os.path.realpath(path) == os.path.realpath(other)
 
 
 def optional(is_allowed: Predicate) -> Predicate:
@@ -290,3 +290,6 @@ class ModelOptions:
     compile: bool = False
     cuda_graphs: bool = True
     draft: bool = True
+
+    def __post_init__(self):
+        vars(self).update(plain(vars(self)))

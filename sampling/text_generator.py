@@ -25,7 +25,6 @@ from sampling.process import check_fork, system_interrupts
 from sampling.samples import Prompt, Sample, Score, Updates
 
 logger = logging.getLogger(__name__)
-DEFAULT_PARAMS = SamplingParams()
 
 
 class TextGenerator:
@@ -103,7 +102,8 @@ class TextGenerator:
         Yields each with its new text.
         """
         check_fork()
-        params = DEFAULT_PARAMS if params is None else params
+        if params is None:
+            params = SamplingParams()
         if isinstance(params, ScoringParams):
             return score_texts(self.backend, self.tokenizer, samples, params, batch_size)
         if not isinstance(params, SamplingParams):

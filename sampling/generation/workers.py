@@ -5,9 +5,8 @@ Each sample has its own place in the random stream, so the samples are the same 
 """
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,26 +19,12 @@ if TYPE_CHECKING: # the import would load torch
 logger = logging.getLogger(__name__)
 
 
-def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], **options: Any) -> Updates:
+def run_on_all(gpt: "TextGenerator", samples: Iterator[Sample], **options: Any) -> Updates:
     """Rank 0: what gpt.run yields, with the help of the other processes. options: those of gpt.run.
-
-    An error of the samples, such as a bad line of a pipe, is raised when those before it are done.
     """
-    errors = []
-
-    def without_errors() -> Iterator[Sample]:
-        try:
-            yield from samples
-        except ValueError as error:
-            errors.append(error)
-
-    run = gpt.run if world_size() == 1 else partial(run_in_shares, gpt)
-    yield from run(without_errors(), **options)
-    if errors:
-        raise errors[0]
-
-
-def run_in_shares(gpt: "TextGenerator", samples: Iterator[Sample], **options: Any) -> Updates:
+    if world_size() == 1:
+        yield from gpt.run(samples, **options)
+        return
     share_size = options["batch_size"] or gpt.backend.max_rows
     while batch := list(islice(samples, world_size() * share_size)):
         bounds = [len(batch) * rank // world_size() for rank in range(world_size() + 1)]

@@ -64,7 +64,7 @@ def find_samples(files: list[str]) -> tuple[dict[tuple[str, int], Places], Infos
 def describe_runs(infos: Infos) -> tuple[dict[str, str], list[str]]:
     """The table of all settings, and a label for each run, which says what differs."""
     table = {}
-    labels: list[list[str]] = [[] for _ in infos]
+    labels = [[] for _ in infos]
     for name in dict.fromkeys(itertools.chain.from_iterable(infos)):
         values = [info.get(name, "None") for info in infos]
         table[name] = " · ".join(values if len(set(values)) > 1 else values[:1])

@@ -219,12 +219,11 @@ def run_settings(settings: Settings, device_type: str, dtype_name: str) -> Recor
             del kept["num_samples"] # a longer run of one prompt may continue the file
         # The JSON is a text: an empty list would be of another type than a list of texts.
         kept["stop"] = json.dumps(as_list(kept["stop"]))
-    kept["compile"] = settings["compile"]
-    kept["tokenizer"] = settings["tokenizer"]
+    for name in "compile", "tokenizer", "logprobs":
+        kept[name] = settings[name]
     kept["score"] = settings["score"] or None
     kept["device"] = device_type
     kept["dtype"] = dtype_name
-    kept["logprobs"] = settings["logprobs"]
     return filled(kept)
 
 

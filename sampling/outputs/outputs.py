@@ -131,6 +131,7 @@ class Outputs:
 
     num_total: how many there will be; None if unknown.
     """
+    error: ValueError | None = None # see resume
 
     def __init__(self, settings: Settings, files: OutputFiles, gpt: "TextGenerator",
                  num_total: int | None):
@@ -153,17 +154,21 @@ class Outputs:
     def resume(self, samples: Iterator[Result]) -> Iterator[Result]:
         """Yield the samples for the model to generate.
 
-        Those that the file already holds are marked as saved.
+        Those that the file already holds are marked as saved. An error of the samples, such as a
+        bad line of a pipe, is raised by finish, when those before it are done.
         """
         lines = self.files.lines
         # With overwrite, the first model replaces the lines. With watch, later ones continue them.
         if lines and (lines.is_ours or not self.files.overwrite):
             samples = lines.mark_saved(samples, self.run, self.watch)
-        for sample in samples:
-            self.progress.add(sample)
-            if sample.already_saved and isinstance(sample, Score):
-                self.printer.add_to_total(sample)
-            yield sample
+        try:
+            for sample in samples:
+                self.progress.add(sample)
+                if sample.already_saved and isinstance(sample, Score):
+                    self.printer.add_to_total(sample)
+                yield sample
+        except ValueError as error:
+            self.error = error
 
     def update(self, sample: Result, pieces: list[Piece]) -> None:
         """Show the new pieces of a sample.
@@ -179,7 +184,12 @@ class Outputs:
             self.printer.write(self.printer.make_safe(self.run.line(sample).decode()))
 
     def finish(self) -> None:
-        """Write the page, and print the number of samples, or the sums of all scores."""
+        """Write the page, and print the number of samples, or the sums of all scores.
+
+        Raises the error of the samples, if there was one.
+        """
+        if self.error:
+            raise self.error
         self.files.write_page()
         if not self.files.prints_lines:
             self.printer.print_total()
