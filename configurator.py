@@ -254,8 +254,8 @@ def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy or torch as Python's own, a path as text, and a tuple as a list; other
-    values as they are.
+    """A number of numpy or torch as Python's own, a path as text, a tuple as a list, a dict of such
+    values; other values as they are.
 
     In a text, two halves of a character, as in "\\ud83d\\ude00", become the character, as in
     tiktoken.
@@ -266,6 +266,8 @@ def plain(value: Any) -> Any:
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value
@@ -280,7 +282,7 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     if not os.path.exists(path):
         found = os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
-        source = b"\0" # of a folder
+        source = b"\0" # for a folder
         if not os.path.isdir(found):
             source = Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte

@@ -82,16 +82,16 @@ interactive = False # ask for prompts and answer each with a sample
 watch = False # whenever train.py saves a new ckpt.pt, sample from it too; Ctrl-C ends
 
 
-def main(settings):
-    """Sample from a model, or in a session. settings: all, by name."""
-    params = choose_params(settings)
-    if settings['interactive']:
+def main():
+    """Sample from a model, or in a session."""
+    params = choose_params(globals())
+    if interactive:
         from sampling.repl import run_repl
         return run_repl(load_gpt, params, start)
-    run(settings, params, OutputFiles(out_file, html_file, start, overwrite))
+    run(params, OutputFiles(out_file, html_file, start, overwrite))
 
 
-def run(settings, params, files):
+def run(params, files):
     """Generate samples of all prompts, or score these; print and save each."""
     prompts = read_prompts(start, watch)
     samples_per_prompt = 1 if score else num_samples
@@ -100,12 +100,13 @@ def run(settings, params, files):
         num_total = len(prompts) * samples_per_prompt
     for gpt in load_saves(out_dir, lambda: load_gpt(num_total)) if watch else [load_gpt(num_total)]:
         samples = make_samples(prompts, gpt.tokenizer, samples_per_prompt, is_score=score)
-        outputs = Outputs(settings, files, gpt, num_total)
+        outputs = Outputs(globals(), files, gpt, num_total)
         new = outputs.resume(samples)
-        for sample, pieces in run_on_all(gpt, new, params, batch_size, outputs.streams):
+        updates = run_on_all(gpt, new, params=params, batch_size=batch_size, stream=outputs.streams)
+        for sample, pieces in updates:
             outputs.update(sample, pieces)
         outputs.finish()
-        gpt = None # its memory must be free before the next model is loaded
+        gpt = None # the memory must be free before the next model is loaded
 
 
 def load_gpt(num_total=None):
@@ -115,20 +116,20 @@ def load_gpt(num_total=None):
     is_gpt2 = init_from != 'resume' # otherwise it is the ckpt.pt that train.py wrote
     name = init_from if is_gpt2 else out_dir
     # The tokenizer: without a setting, a meta.pkl, or an encoding of tiktoken such as GPT-2's.
-    options = ModelOptions(compile, cuda_graphs, draft)
+    options = ModelOptions(device, dtype, tokenizer, model_file, compile, cuda_graphs, draft)
     num_steps = 0 if score else count_steps(num_total, max_new_tokens, batch_size)
-    return load_model(name, is_gpt2, device, dtype, tokenizer, model_file, options, num_steps)
+    return load_model(name, is_gpt2, options, num_steps)
 
 
 def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process."""
     setup_console(owns_process)
     with report_user_errors(status=2), name_write_errors("standard output"): # for --help
-        settings = complete_settings(override(globals(), sys.argv[1:], check_settings, ALIASES))
-        globals().update(settings)
+        override(globals(), sys.argv[1:], check_settings, ALIASES)
+        globals().update(complete_settings(globals()))
     shorten_spinning()
     with report_user_errors():
-        serve(load_gpt) or main(settings) # of torchrun's processes, only the first runs main
+        serve(load_gpt) or main() # only the first of torchrun's processes runs main
     if owns_process:
         hard_exit()
 

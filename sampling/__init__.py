@@ -10,6 +10,7 @@ The samples are those of sample.py with the same settings. Importing this packag
 torch; load does.
 """
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def over
     if not (path.is_file() and part in path.read_bytes()):
         raise ImportError(f"{path} is missing, or belongs to another project")
 
-from sampling.configurator import plain  # noqa: E402
 from sampling.params import ModelOptions, SamplingParams, check_options  # noqa: E402
 from sampling.process import expand_home, shorten_spinning  # noqa: E402
 from sampling.samples import Sample, Score, Token  # noqa: E402
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 
 __version__ = "1.0.0"
 __all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
-# Flags of sample.py, which messages name, and what load has in their place.
-ARGUMENTS = {
-    "--out_dir": "name",
-    "--init_from": "name",
-    "--tokenizer": "tokenizer",
-    "--model_file": "model_file",
-}
 
 
 def __getattr__(name: str) -> Any:
@@ -67,16 +60,14 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     OpenMP spin; on CUDA the current device, the precision of matrix products and the attention
     kernels; with compile, torch.compile's limits and PYTHONSAFEPATH.
     """
-    shorten_spinning() # of the kernels' threads; of torch's, too, if torch is not imported yet
+    shorten_spinning() # also for torch's threads, if torch is not imported yet
     from sampling.checkpoints.finding import huggingface_config
     from sampling.checkpoints.huggingface import is_hub_id
     from sampling.text_generator import load_model
-    options = ModelOptions(compile, cuda_graphs, draft)
     name = expand_home(os.fspath(name))
-    tokenizer = expand_home(plain(tokenizer))
-    model_file = expand_home(plain(model_file))
-    check_options({**vars(options), "device": device, "dtype": dtype, "name": name,
-                   "tokenizer": tokenizer, "model_file": model_file})
+    options = ModelOptions(device, dtype, expand_home(tokenizer), expand_home(model_file), compile,
+                           cuda_graphs, draft)
+    check_options({"name": name, **vars(options)})
     path = Path(name)
     if os.path.lexists(path):
         is_huggingface = huggingface_config(path) is not None and not (path / "ckpt.pt").is_file()
@@ -86,11 +77,10 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
         raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave "
                          "it out")
     try:
-        return load_model(name, is_huggingface, device, dtype, tokenizer, model_file, options)
+        return load_model(name, is_huggingface, options)
     except (OSError, ValueError) as error: # a program has arguments, no flags
-        message = str(error)
-        for flag, argument in ARGUMENTS.items():
-            message = message.replace(flag, argument)
+        message = re.sub("--(out_dir|init_from)", "name", str(error))
+        message = re.sub("--(tokenizer|model_file)", r"\1", message)
         if message == str(error):
             raise
         raise type(error)(message) from None

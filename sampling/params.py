@@ -7,6 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
+from operator import and_
 from typing import Any, NamedTuple
 
 from sampling.configurator import as_list, plain
@@ -14,8 +15,10 @@ from sampling.process import expand_home, world_size
 
 logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
-PATHS = "init_from", "out_dir", "model_file", "tokenizer", "out_file", "html_file" # of the settings
-NUM_ALTERNATIVES = 5 # of the most likely tokens, which the page shows for each token
+Predicate = Callable[[Any], Any] # says whether a value is allowed
+# The settings that are paths.
+PATHS = "init_from", "out_dir", "model_file", "tokenizer", "out_file", "html_file"
+NUM_ALTERNATIVES = 5 # how many of the most likely tokens the page shows for each token
 # How many tokens of a text are saved or shown: with alternatives, they take ten megabytes or more.
 MAX_SCORED_TOKENS = 100_000
 # The fields of a line in out_file, besides those of the prompt.
@@ -33,7 +36,7 @@ class SettingError(ValueError):
 
 def is_number(value: Any) -> bool:
     """Whether a value is an int or a float. bool is a subclass of int, but is no number here."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) in (int, float)
 
 
 def is_nonempty_text(value: Any) -> bool:
@@ -41,22 +44,22 @@ def is_nonempty_text(value: Any) -> bool:
     return isinstance(value, str) and value != "" and "\0" not in value
 
 
-def whole_number(lowest: int, highest: float = math.inf) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and is_number(value) and lowest <= value <= highest
+def whole_number(lowest: int, highest: float = math.inf) -> Predicate:
+    return lambda value: type(value) is int and lowest <= value <= highest
 
 
-def is_same_file(path: str | None, other: str | None) -> bool:
-    return bool(path and other) and os.path.realpath(path) == os.path.realpath(other)
+def is_same_file(path: str | None, other: str | None) -> Any:
+    return path and other and os.path.realpath(path) == os.path.realpath(other)
 
 
-def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: value is None or rule(value)
+def optional(is_allowed: Predicate) -> Predicate:
+    return lambda value: value is None or is_allowed(value)
 
 
-IS_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)$") # of the name of a file
+IS_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)$") # searches the name of a file
 TRUE_OR_FALSE = (lambda v: isinstance(v, bool), "must be True or False")
 # Setting or field -> which values it takes, and how to say so.
-RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
+RULES: dict[str, tuple[Predicate, str]] = {
     "init_from": (lambda v: v not in ("", "scratch"),
                   "must be 'resume' or a Hugging Face id or folder"),
     "name": (is_nonempty_text, "must be a folder, a file or a Hugging Face id"),
@@ -107,10 +110,6 @@ class Conflict(NamedTuple):
     remedy: str
 
 
-def both(*values: Any) -> bool:
-    return all(values)
-
-
 CONFLICTS = [
     Conflict(("dtype", "compile"), lambda dtype, compile: dtype == "int8" and compile,
              "dtype=int8 does not work with compile=True: leave out one of them"),
@@ -122,11 +121,11 @@ CONFLICTS = [
     Conflict(("out_file", "html_file"), is_same_file, "out_file and html_file must be two files"),
     Conflict(("watch", "init_from"), lambda watch, source: watch and source != "resume",
              "watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch"),
-    Conflict(("watch", "interactive"), both,
+    Conflict(("watch", "interactive"), and_,
              "watch=True does not work with interactive=True: in a session, type :reload"),
     Conflict(("watch", "interactive"), lambda *values: any(values) and world_size() > 1,
              "interactive=True and watch=True need a single process: run it without torchrun"),
-    Conflict(("score", "interactive"), both,
+    Conflict(("score", "interactive"), and_,
              "score=True does not work with interactive=True: in a session, type :score"),
     Conflict(("interactive", "flags", "num_samples"), # in a file, it is for other runs
              lambda session, flags, _: session and "num_samples" in flags,
@@ -164,9 +163,10 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM, OpenAI and gpt-2-simple ->
 
 
 def check_values(values: Settings) -> None:
-    """Check that each value keeps its rule in RULES. Names without a rule are not checked."""
+    """Check that each value, in its plain form, keeps its rule. Names without one are not checked.
+    """
     for name, (is_allowed, rule) in RULES.items():
-        if name in values and not is_allowed(plain(values[name])):
+        if name in values and not is_allowed(values[name]):
             raise SettingError(f"{name} {rule}; got {values[name]!r:.100}", name)
 
 
@@ -233,7 +233,7 @@ class SamplingParams:
 
     def __post_init__(self):
         # The instance is frozen: only vars() can change it.
-        vars(self).update({name: plain(value) for name, value in vars(self).items()})
+        vars(self).update(plain(vars(self)))
         check_values(vars(self))
         vars(self)["seed"] = choose_seed(self.seed, "seed")
 
@@ -282,7 +282,14 @@ SAMPLING_SETTINGS += [f.name for f in fields(SamplingParams) if f.name != "num_l
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model runs. sample.py's settings have these fields too, with the same meaning."""
+    """How a model is loaded and runs: sample.py's settings of the same name."""
+    device: str = "auto"
+    dtype: str = "auto"
+    tokenizer: str | None = None
+    model_file: str | None = None
     compile: bool = False
     cuda_graphs: bool = True
     draft: bool = True
+
+    def __post_init__(self):
+        vars(self).update(plain(vars(self)))

@@ -9,9 +9,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import sampling
 from sampling.configurator import find_settings, parse, suggest
@@ -32,11 +32,10 @@ from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
 SCRIPT = f"{sampling.__path__[-1]}/sample.py" # it lies beside model.py: see sampling/__init__.py
-# The settings that a command may change, and the names that configurator gives to their types.
-TYPES = {"show_probs": ["bool"]}
-for setting in fields(SamplingParams):
-    if setting.name != "num_logprobs": # that show_probs turns on
-        TYPES[setting.name] = [kind.__name__ for kind in get_args(setting.type) or [setting.type]]
+SETTINGS = find_settings(SCRIPT)
+# The settings that a command may change, and their types.
+TYPES = {name: setting.types for name, setting in SETTINGS.items()
+         if name == "show_probs" or hasattr(SamplingParams, name)}
 HELP = """Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
@@ -181,7 +180,7 @@ class Session:
             prompts = [Prompt(self.require_sample().prompt.text + self.last_text)]
         scores = make_samples(prompts, gpt.tokenizer, is_score=True)
         params = ScoringParams(max_tokens=10**9 if self.show_probs else 0)
-        self.printer.reset_total() # Ctrl-C may have ended the one before
+        self.printer.sums.clear() # an earlier command has left them
         for score, pieces in gpt.run(scores, params):
             self.printer.update(score, pieces)
         self.printer.print_total()
@@ -283,12 +282,12 @@ class Session:
         logger.info(f"added to {path}")
 
     def reload(self) -> None:
-        self.gpt = None # its memory must be free before the next model is loaded
+        self.gpt = None # the memory must be free before the next model is loaded
         self.gpt = self.load()
         new = self.gpt.tokenizer
         old = self.printer and self.printer.tokenizer
-        if old and (old.source, old.size) != (new.source, new.size):
-            self.last = None # its ids are of another vocabulary
+        if old and old.fingerprint() != new.fingerprint():
+            self.last = None # the ids are those of another vocabulary
         self.printer = Printer(new, self.show_probs)
 
     def quit(self) -> None:
@@ -315,7 +314,7 @@ def require_setting(name: str) -> None:
     """Raises ValueError unless a command may change this setting."""
     if name in TYPES:
         return
-    if name in find_settings(SCRIPT):
+    if name in SETTINGS:
         for names, _, remedy in CONFLICTS:
             if {"interactive", name} <= {*names}:
                 raise ValueError(remedy)

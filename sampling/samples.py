@@ -1,6 +1,6 @@
 """Prompts, and what comes of them: samples or scores, and their tokens. Imports no torch."""
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,7 +10,7 @@ class Prompt:
     """A text to continue, or to score."""
     text: str
     id: Any = None # a JSONL file may have one, and other fields: out_file repeats them
-    location: str = "" # its file and line, for messages
+    location: str = "" # the file and the line, for messages
     other_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -29,7 +29,7 @@ class Token(NamedTuple):
 class Piece(NamedTuple):
     """New text of a sample that no stop text can take back, and how likely the model found it."""
     text: str
-    # Of the token that the text is from, and of those that began its first character, together.
+    # The sum for the token that the text is from, and for those that began its first character.
     logprob: float | None = None
 
 
@@ -39,7 +39,7 @@ class Sample:
 
     Until it is finished, finish_reason is None and tokens are appended.
     """
-    index: int # its number in the run, from 0
+    index: int # the number in the run, from 0
     prompt: Prompt
     prompt_ids: list[int]
     already_saved: bool = False # out_file has it, so it is not generated, shown or saved again
@@ -78,15 +78,15 @@ Sample.text = property(lambda sample: "".join(token.text for token in sample.tok
 class Score:
     """How likely the model finds a text. Until all of the text is scored, finish_reason is None."""
     prompt_ids: ClassVar[list[int]] = [] # no token comes before the text
-    index: int # its number in the run, from 0
+    index: int # the number in the run, from 0
     prompt: Prompt # the text
-    ids: list[int] # of the text
+    ids: list[int] # the tokens of the text
     already_saved: bool = False # out_file has it, so it is not scored, shown or saved again
-    # Those of the text, as many as were asked for. The first one has no logprob: none comes before.
+    # As many as were asked for. The first one has no logprob, because no token comes before it.
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None # "length"
-    num_tokens: int = 0 # that were scored: all but the first
-    num_bytes: int = 0 # of these tokens, in UTF-8
+    num_tokens: int = 0 # how many were scored: all but the first
+    num_bytes: int = 0 # the length of these tokens in UTF-8
     cumulative_logprob: float = 0.0
 
     def __repr__(self) -> str:
@@ -103,3 +103,4 @@ class Score:
 
 
 Result = Sample | Score # what comes of a prompt
+Updates = Iterator[tuple[Result, list[Piece]]] # the results of a run, each with its new pieces

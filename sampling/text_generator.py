@@ -22,10 +22,9 @@ from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.params import ModelOptions, SamplingParams, ScoringParams, check_values
 from sampling.process import check_fork, system_interrupts
-from sampling.samples import Piece, Prompt, Sample, Score
+from sampling.samples import Prompt, Sample, Score, Updates
 
 logger = logging.getLogger(__name__)
-DEFAULT_PARAMS = SamplingParams()
 
 
 class TextGenerator:
@@ -34,9 +33,9 @@ class TextGenerator:
     Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a
     number is not allowed; TypeError if a text is not a str, or if params are of another type.
     """
-    # That the window moves, which takes long: once, not for each prompt of a session.
+    # A session has many prompts, but each of these messages comes once.
     has_announced_window = False
-    checked_stops = () # the latest stop texts: their warnings come once, too
+    checked_stops = () # the latest stop texts
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend):
         self.checkpoint = checkpoint
@@ -57,7 +56,7 @@ class TextGenerator:
         batch_size=None: the backend decides. settings: fields of SamplingParams, in place of those
         of params.
         """
-        check_values({"num_samples": num_samples, "batch_size": batch_size})
+        check_values(plain({"num_samples": num_samples, "batch_size": batch_size}))
         samples = self.samples_of(prompts, num_samples)
         steps = self.run(samples, params, batch_size, **settings)
         return [sample for sample, _ in steps if sample.finish_reason]
@@ -67,13 +66,14 @@ class TextGenerator:
         """Yield the text of one sample in parts, while it is generated. settings: as for generate.
         """
         steps = self.run(self.samples_of([prompt]), params, stream=True, **settings)
-        return (text for _, pieces in steps if (text := "".join(piece.text for piece in pieces)))
+        texts = ("".join(piece.text for piece in pieces) for _, pieces in steps)
+        return filter(None, texts)
 
     def score(self, text: str, num_logprobs: int = 0) -> Score:
         """How likely the model finds each token of a text, and num_logprobs of the most likely
         tokens in its place.
         """
-        check_values({"num_logprobs": num_logprobs})
+        check_values(plain({"num_logprobs": num_logprobs}))
         scores = self.samples_of([text], is_score=True)
         *_, (score, _) = self.run(scores, ScoringParams(num_logprobs or 0))
         return score
@@ -96,13 +96,14 @@ class TextGenerator:
 
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
             batch_size: int | None = None, stream: bool = False,
-            **settings: Any) -> Iterator[tuple[Sample, list[Piece]]]:
+            **settings: Any) -> Updates:
         """Generate samples, or score them: see Engine.generate and score_texts.
 
         Yields each with its new text.
         """
         check_fork()
-        params = DEFAULT_PARAMS if params is None else params
+        if params is None:
+            params = SamplingParams()
         if isinstance(params, ScoringParams):
             return score_texts(self.backend, self.tokenizer, samples, params, batch_size)
         if not isinstance(params, SamplingParams):
@@ -147,30 +148,29 @@ class TextGenerator:
         self.checked_stops = stop_texts
         for text in stop_texts:
             missing = self.tokenizer.missing_from(text)
-            if missing and "\\n" not in text: # of which there is a warning already
+            if missing and "\\n" not in text: # warn_about_spelling has warned of a \n
                 logger.warning(f"the stop text {text!r:.100} never occurs: "
                                f"{self.tokenizer.source} lacks {min(missing)!r}")
 
 
-def load_model(name: str, is_huggingface: bool, device: str, dtype: str, tokenizer: str | None,
-               model_file: str | None, options: ModelOptions,
+def load_model(name: str, is_huggingface: bool, options: ModelOptions,
                num_steps: int | None = None) -> TextGenerator:
     """Load the ckpt.pt of this name, or a model of Hugging Face, with its tokenizer.
 
-    device, dtype, tokenizer, model_file: as in sample.py. num_steps: see count_steps. Raises
-    ValueError or OSError if there is no such model, or if it cannot be used here.
+    num_steps: see count_steps. Raises ValueError or OSError if there is no such model, or if it
+    cannot be used here.
     """
-    is_nanogpts = model_file not in (None, NANOGPT)
-    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, is_nanogpts)
+    is_nanogpts = options.model_file not in (None, NANOGPT)
+    device, dtype = choose_device_and_dtype(options.device, options.dtype, is_nanogpts)
     # In the caller's inference mode, the weights could not be used outside of it; nor on the
     # caller's default device.
     with torch.inference_mode(False), torch.device("cpu"):
         with system_interrupts(): # a stranger's file may keep Python busy for minutes
             if is_huggingface:
-                checkpoint = load_huggingface(name, torch_dtype)
+                checkpoint = load_huggingface(name, dtype)
             else:
-                checkpoint = load_nanogpt(name, torch_dtype, model_file)
-            encoding = load_tokenizer(checkpoint, tokenizer)
-        backend = prepare_backend(checkpoint, torch_device, torch_dtype, options, num_steps)
+                checkpoint = load_nanogpt(name, dtype, options.model_file)
+            tokenizer = load_tokenizer(checkpoint, options.tokenizer)
+        backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
     logger.info(backend.describe())
-    return TextGenerator(checkpoint, encoding, backend)
+    return TextGenerator(checkpoint, tokenizer, backend)

@@ -41,7 +41,7 @@ class StaticCache(KVCache):
         self.capacity = capacity
         # What the step processes.
         self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
-        self.position = torch.zeros(1, dtype=torch.long, device=device) # of this token
+        self.position = torch.zeros(1, dtype=torch.long, device=device) # this token's
         # A graph for each number of keys, with its logits.
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # The stream and the pool of the captures. The graphs share the pool: they never run at the

@@ -43,7 +43,7 @@ class Checkpoint:
     config: GPTConfig
     # By nanoGPT's names: tensors in float32, or QuantizedWeights where int8 was asked for.
     state_dict: dict
-    folder: Path # of the file or the model; it may hold the tokenizer
+    folder: Path # the folder of the file or the model; it may hold the tokenizer
     crc32: str = "" # a checksum of the tensors, 8 hexadecimal digits
     is_huggingface: bool = False # otherwise it is a ckpt.pt
     # How many 32-bit random numbers nanoGPT draws to initialise such a model.
@@ -52,7 +52,7 @@ class Checkpoint:
     val_loss: float | None = None
     # The settings of train.py, or config.json: plain data of any type.
     raw_config: dict = field(default_factory=dict)
-    file_state: tuple | None = None # of the ckpt.pt when it was read
+    file_state: tuple | None = None # the state of the ckpt.pt when it was read
     # An OwnModel, which runs itself: of it, config has only the sizes.
     own_model: Any = None
 

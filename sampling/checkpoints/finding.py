@@ -198,7 +198,7 @@ def load_saves(out_dir: str | Path, load: Callable[[], Any]) -> Iterator[Any]:
         # A training may have saved a newer one between the wait and the load.
         last = model.checkpoint.file_state or state
         yield model
-        model = None # its memory must be free before the next model is loaded
+        model = None # the memory must be free before the next model is loaded
 
 
 def wait_for_save(out_dir: str | Path, last: tuple | None) -> tuple:

@@ -35,7 +35,7 @@ LONG_NAME = re.compile(rb"(\.[\s\\]*\w+[\s\\]*){50}")
 # Unit -> digests of nanoGPT's versions, the newest first, and of this project's model.py.
 # Import -> what it imports.
 KNOWN = {
-    "GPT": "2dd0a542", # its bases, and what its body has besides methods
+    "GPT": "2dd0a542", # the bases, and what the body has besides methods
     "GPT.__init__": "2f124ded 0b057bf0 1c4b4ddb 2728835d 1a6b09c1 3cad6b78",
     "GPT._init_weights": "ed6338ff ad8e96c9 f8f207bf",
     "GPT.init_weights": "433141da",
@@ -64,7 +64,7 @@ class ModelSource(NamedTuple):
     """What a model.py shows."""
     path: Path
     differences: list[str] # the units that are not nanoGPT's
-    edits_generate: bool = False # which changes no logits
+    edits_generate: bool = False # such an edit changes no logits
     gelu: str = "none" # as in GPTConfig
     drops_while_sampling: bool = False # unless its dropout is 0
 

@@ -28,7 +28,7 @@ from sampling.process import import_from, is_out_of_memory
 from sampling.sampler.mt19937 import advance_mt19937
 
 logger = logging.getLogger(__name__)
-# Of a row's logits, alone and beside others, in standard deviations of these logits.
+# How far a row's logits may differ alone and beside others, in standard deviations of the logits.
 TOLERANCE = 1e-4
 MAX_DRAWS = 16 # for each weight, to initialise a model
 import_lock = RLock() # sys.path and sys.modules belong to the whole process

@@ -16,17 +16,17 @@ import torch
 
 from sampling.checkpoints.untrusted_files import reject_lfs_pointer, require
 
-MAX_PICKLE_BYTES = 2**23 # of a meta.pkl
+MAX_PICKLE_BYTES = 2**23 # the size of a meta.pkl
 # Ten times what a GPT-2 XL with its optimizer has. A pickle may have one more for each eight bytes:
 # a loss has nine.
 MAX_OPCODES = 2**21
-MAX_PARTS = 64 # of a tuple that is a key, and dimensions of a tensor
+MAX_PARTS = 64 # the items of a tuple that is a key, and the dimensions of a tensor
 MARK = object() # on the stack, before the values that one opcode takes together
 
 
 class StoredTensor(NamedTuple):
     """Where a tensor lies in a file: a view of a record."""
-    key: str # of the record
+    key: str # the name of the record
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] # in elements, like offset
@@ -37,7 +37,7 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(slots=True, eq=False, repr=False) # its repr could print forever
+@dataclass(slots=True, eq=False, repr=False) # a repr could print forever
 class Note:
     """Stands in for a class or a function that a pickle names, and for what it would return.
 
@@ -45,7 +45,7 @@ class Note:
     """
     name: str = "a value of an unknown type" # what the pickle names, for messages
     first: Any = None # the first argument of the call
-    items: list | dict | None = None # that it is given one by one
+    items: list | dict | None = None # what it is given one by one
     state: Any = None
 
 
@@ -242,7 +242,8 @@ TORCH_DTYPES = {
 FUNCTIONS = {
     "_codecs.encode": encode,
     "torch._tensor._rebuild_from_type_v2": lambda function, kind, *rest: Note(kind.name),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": lambda tensor, *rest: tensor, # of a TPU
+    # A tensor that was on a TPU.
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": lambda tensor, *rest: tensor,
     "numpy.core.multiarray.scalar": numpy_scalar,
     "numpy._core.multiarray.scalar": numpy_scalar,
     "torch._utils._rebuild_tensor": rebuild_tensor,
@@ -269,7 +270,7 @@ def fields_of(value: Any) -> dict | None:
     if isinstance(value, Note):
         value = value.state
         match value:
-            case (None, slots): # of a class with slots
+            case (None, slots): # the state of a class with slots
                 value = slots
     return value if isinstance(value, dict) else None
 

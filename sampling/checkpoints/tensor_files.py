@@ -22,7 +22,8 @@ from sampling.checkpoints.untrusted_files import reject_lfs_pointer, require
 
 # Bytes that are read at once: the processor's cache still has them when their CRC is computed.
 CHUNK = 2**20
-MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
+# A safetensors file's header: parsing it takes many times its size in memory.
+MAX_HEADER_BYTES = 2**23
 # A number with which torch.save began before torch 1.6.
 OLD_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
 SAFETENSORS_DTYPES = {
@@ -111,7 +112,7 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
     require(not start.strip(b"\0"),
             "it is not a checkpoint: neither torch.save nor safetensors wrote it; pass the ckpt.pt "
             "of a training")
-    # Its writer has written nothing yet.
+    # The program that saves the file has written nothing yet.
     raise ValueError("it holds only zeros" if start else "it is empty")
 
 

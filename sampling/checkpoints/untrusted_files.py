@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 MAX_WAIT = 10
 # Seconds between two attempts: a quick writer leaves little time between two saves.
 POLL = 0.01
-MAX_CONFIG_BYTES = 2**20 # of a config.json: parsing it takes many times its size in memory
-MAX_TEXT_BYTES = 2**26 # of other files, such as a tokenizer.json
+MAX_CONFIG_BYTES = 2**20 # a config.json: parsing it takes many times its size in memory
+MAX_TEXT_BYTES = 2**26 # another file, such as a tokenizer.json
 # The paths of files whose next save a run waits for, and has said so: the line comes once.
 ANNOUNCED_WAITS: set[object] = set()
 

@@ -119,7 +119,7 @@ class Batch:
 
         It copies two tensors, because each copy to the host waits for the GPU.
         """
-        first = self.num_steps - len(self.pending) # of the pending steps
+        first = self.num_steps - len(self.pending) # the number of the first pending step
         ids = [torch.cat([step.token, step.top_ids], dim=1) for step in self.pending]
         ids = torch.stack(ids).tolist()
         floats = [torch.cat([step.largest_logit.float(), step.logprobs], dim=1)

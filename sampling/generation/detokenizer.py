@@ -70,12 +70,10 @@ class Detokenizer:
         if is_last:
             return "length", len(text)
         # A stop text may begin at the end of the text.
-        num_withheld = 0
-        for stop in stops:
-            for n in range(1, min(len(stop), len(text) + 1)):
-                if text.endswith(stop[:n]):
-                    num_withheld = max(num_withheld, n)
-        return None, len(text) - num_withheld
+        for start in range(len(text)):
+            if any(stop.startswith(text[start:]) for stop in stops):
+                return None, start
+        return None, len(text)
 
     def truncate(self, num_chars: int) -> None:
         """Remove this many characters from the end of the text.
@@ -83,7 +81,7 @@ class Detokenizer:
         The tokens stay, but their text becomes shorter.
         """
         tokens = self.sample.tokens
-        i = len(self.sample.tokens)
+        i = len(tokens)
         while num_chars > 0:
             i -= 1
             text = tokens[i].text

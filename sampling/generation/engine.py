@@ -20,11 +20,11 @@ from sampling.params import SamplingParams
 from sampling.process import is_out_of_memory, return_freed_memory
 from sampling.sampler.row_streams import RunStream, exponential_is_from_bits
 from sampling.sampler.sampler import Sampler
-from sampling.samples import Piece, Sample
+from sampling.samples import Sample, Updates
 
 logger = logging.getLogger(__name__)
 FLUSH_STEPS = 16 # between two copies of tokens to the host, where nothing depends on the tokens
-MAX_PROPOSALS = 12 # of a draft, in a row
+MAX_PROPOSALS = 12 # how many tokens a draft proposes at once
 # The lead of a proposal's score over the next one, as a logarithm: below it, the draft is unsure.
 MIN_LEAD = 0.05
 
@@ -63,7 +63,7 @@ class Engine:
         # The rows whose samples are yielded next, in order.
         self.waiting: deque[Detokenizer] = deque()
 
-    def generate(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[Piece]]]:
+    def generate(self, samples: Iterable[Sample]) -> Updates:
         """Yield the samples in order, except those that are already saved, each with its new text.
 
         After each flush, the first unfinished sample comes with its pieces since the last time,
@@ -112,7 +112,7 @@ class Engine:
                 return size - 1
         return len(samples)
 
-    def take_pieces(self) -> Iterator[tuple[Sample, list[Piece]]]:
+    def take_pieces(self) -> Updates:
         """Yield the finished samples up to the first unfinished one, and its new pieces."""
         while self.waiting and self.waiting[0].is_finished:
             row = self.waiting.popleft()
@@ -120,7 +120,7 @@ class Engine:
         if self.waiting:
             yield self.waiting[0].sample, self.waiting[0].take_pieces()
 
-    def generate_rows(self, rows: list[Detokenizer]) -> Iterator[tuple[Sample, list[Piece]]]:
+    def generate_rows(self, rows: list[Detokenizer]) -> Updates:
         """Generate rows together, or half as many at once whenever memory runs out.
 
         Yields what is new in order.
@@ -143,7 +143,7 @@ class Engine:
                 if not row.is_finished:
                     row.restart()
 
-    def generate_batch(self, rows: list[Detokenizer]) -> Iterator[tuple[Sample, list[Piece]]]:
+    def generate_batch(self, rows: list[Detokenizer]) -> Updates:
         # 1) The first step is the prefill: it reads the prompts.
         with self.backend.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
@@ -157,8 +157,8 @@ class Engine:
             while batch.rows:
                 with self.backend.inference():
                     while not batch.is_due(self.flush_steps):
-                        # 2) Logits (B * (k + 1), V), of a single row also after each of k proposals
-                        # of the draft.
+                        # 2) Logits (B * (k + 1), V). A single row also has those after each of k
+                        # proposals of the draft.
                         ids = batch.unread # (B, T)
                         num_proposals = 0
                         if draft:

@@ -16,10 +16,11 @@ from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import SamplingParams, ScoringParams
-from sampling.samples import Piece, Score
+from sampling.samples import Score, Updates
 
 logger = logging.getLogger(__name__)
-# Of the windows that are computed at once: with GPT-2's vocabulary, their logits take a gigabyte.
+# The windows that are computed at once have so many tokens: with GPT-2's vocabulary, their logits
+# take a gigabyte.
 MAX_BATCH_TOKENS = 2048
 
 
@@ -32,8 +33,7 @@ class Window(NamedTuple):
 
 
 def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
-                params: ScoringParams,
-                batch_size: int | None = None) -> Iterator[tuple[Score, list[Piece]]]:
+                params: ScoringParams, batch_size: int | None = None) -> Updates:
     """Score the texts that are not saved already, in order.
 
     After each window, yield its text with the new pieces. batch_size: the highest number of windows
@@ -45,7 +45,7 @@ def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
     for batch in batches(windows(new, backend.config.block_size), max_windows):
         with backend.inference():
             results = score_windows(backend, batch, params.num_logprobs)
-        for window, result in zip(batch, results, strict=True):
+        for window, *result in results:
             score = window.score
             if score.num_tokens == 0: # this is its first window
                 detokenizer = start_detokenizer(score, tokenizer, params.max_tokens)
@@ -99,9 +99,8 @@ def batches(all_windows: Iterator[Window], max_windows: int) -> Iterator[list[Wi
             yield waiting[start:start + size]
 
 
-def score_windows(backend: Backend, batch: list[Window],
-                  num_top: int) -> list[tuple[list, list, list]]:
-    """For each window: the log-probabilities of the n tokens that it scores, and in the place of
+def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[tuple]:
+    """Each window with the log-probabilities of the n tokens that it scores, and in the place of
     each the log-probabilities and the ids of the k = num_top most likely tokens.
     """
     # Shorter windows are padded at their ends: no token sees what follows it.
@@ -119,5 +118,5 @@ def score_windows(backend: Backend, batch: list[Window],
         top = all_logprobs.topk(min(num_top, all_logprobs.size(1))) # (n, k)
         if not logprobs.isfinite().all():
             raise ValueError(NOT_FINITE)
-        results.append((logprobs.tolist(), top.values.tolist(), top.indices.tolist()))
+        results.append((window, logprobs.tolist(), top.values.tolist(), top.indices.tolist()))
     return results

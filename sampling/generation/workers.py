@@ -5,15 +5,13 @@ Each sample has its own place in the random stream, so the samples are the same 
 """
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
-from sampling.params import SamplingParams
 from sampling.process import rank, system_interrupts, world_size
-from sampling.samples import Piece, Sample
+from sampling.samples import Sample, Updates
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
@@ -21,33 +19,18 @@ if TYPE_CHECKING: # the import would load torch
 logger = logging.getLogger(__name__)
 
 
-def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams,
-               batch_size: int | None, stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
-    """Rank 0: what gpt.run yields, with the help of the other processes.
-
-    An error of the samples, such as a bad line of a pipe, is raised when those before it are done.
+def run_on_all(gpt: "TextGenerator", samples: Iterator[Sample], **options: Any) -> Updates:
+    """Rank 0: what gpt.run yields, with the help of the other processes. options: those of gpt.run.
     """
-    errors = []
-
-    def without_errors() -> Iterator[Sample]:
-        try:
-            yield from samples
-        except ValueError as error:
-            errors.append(error)
-
-    run = gpt.run if world_size() == 1 else partial(run_in_shares, gpt)
-    yield from run(without_errors(), params, batch_size, stream)
-    if errors:
-        raise errors[0]
-
-
-def run_in_shares(gpt: "TextGenerator", samples: Iterator[Sample], params: SamplingParams,
-                  batch_size: int | None, stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
-    while batch := list(islice(samples, world_size() * (batch_size or gpt.backend.max_rows))):
+    if world_size() == 1:
+        yield from gpt.run(samples, **options)
+        return
+    share_size = options["batch_size"] or gpt.backend.max_rows
+    while batch := list(islice(samples, world_size() * share_size)):
         bounds = [len(batch) * rank // world_size() for rank in range(world_size() + 1)]
         shares = [batch[start:end] for start, end in pairwise(bounds)]
-        exchange("broadcast_object_list", [(shares, params, batch_size)])
-        yield from gpt.run(shares[0], params, batch_size, stream)
+        exchange("broadcast_object_list", [(shares, options)])
+        yield from gpt.run(shares[0], **options)
         results = [None] * world_size()
         exchange("gather_object", None, results)
         for share, finished in zip(shares[1:], results[1:], strict=True):
@@ -81,10 +64,10 @@ def serve(load: Callable[[], "TextGenerator"]) -> bool:
         exchange("broadcast_object_list", received := [None])
         if received[0] is None:
             return True
-        shares, params, batch_size = received[0]
+        shares, options = received[0]
         finished = []
         text = []
-        for sample, pieces in gpt.run(shares[rank()], params, batch_size):
+        for sample, pieces in gpt.run(shares[rank()], **options):
             text += pieces
             if sample.finish_reason:
                 finished.append((sample, text))

@@ -23,7 +23,6 @@ for invisible in range(0x80, 0xa0), range(0x202a, 0x202f), range(0x2066, 0x206a)
 
 class ConsoleHandler(logging.Handler):
     """Shows the package's messages on the standard error of the moment, if there is one."""
-    rank = 0 # see setup_console
     bar = None # the progress bar, a tqdm: messages are shown above it
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -54,9 +53,8 @@ def setup_console(owns_process: bool = True) -> None:
     package.setLevel(logging.ERROR if rank() else logging.INFO)
     package.propagate = False
     process.owns_process = owns_process
-    _console.rank = rank()
     _console.bar = None
-    before_exit.clear() # of a run that ended in an internal error
+    before_exit.clear() # a run that ended in an internal error may have left some
     for number in process.END_SIGNALS if owns_process else ():
         # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch
         # while it is imported.
@@ -64,7 +62,7 @@ def setup_console(owns_process: bool = True) -> None:
             signal.signal(number, end_by_signal)
     # A notebook has another stream, which takes all characters.
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # In which only lone surrogates are replaced.
+        # In UTF-8, only lone surrogates are replaced.
         encoding = None if is_tty(sys.stdout) else "utf-8"
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
         # A parent may have made it non-blocking: then a full pipe loses text.
@@ -72,12 +70,9 @@ def setup_console(owns_process: bool = True) -> None:
             os.set_blocking(sys.stdout.fileno(), True)
 
 
-def start_progress_bar(beside_text: bool = False) -> Any:
-    """Return a tqdm of tokens, or None if standard error is no terminal.
-
-    beside_text: the terminal shows parts of a line, which a bar would disturb, so there is none.
-    """
-    if beside_text or not is_tty(sys.stderr):
+def start_progress_bar() -> Any:
+    """Return a tqdm of tokens, or None if standard error is no terminal."""
+    if not is_tty(sys.stderr):
         return None
     from tqdm import tqdm
     _console.bar = tqdm(unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1,
@@ -118,9 +113,9 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
         else:
             raise
     line = " ".join(message.split())
-    if _console.rank: # rank 0 may have the same error: then it ends before this process shows it
+    if rank(): # rank 0 may have the same error: then it ends before this process shows it
         time.sleep(5)
-        line = f"process {_console.rank}: {line}"
+        line = f"process {rank()}: {line}"
     logger.error(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
     hard_exit(status)
 
@@ -130,7 +125,7 @@ def hard_exit(status: int = 0) -> NoReturn:
 
     Raises SystemExit if owns_process is False.
     """
-    if status == 130 and not _console.rank:
+    if status == 130 and not rank():
         end_line()
     try:
         end_run(status)

@@ -39,9 +39,9 @@ Infos = list[dict[str, str]] # what the page shows about each run
 def find_samples(files: list[str]) -> tuple[dict[tuple[str, int], Places], Infos]:
     """Find the samples in some files: the places of those of each prompt and index, and their runs.
     """
-    rows: dict[tuple[str, int], Places] = {}
-    infos: Infos = []
-    runs: dict[str, int] = {}
+    rows = {}
+    infos = []
+    runs = {} # checksum and info, as JSON -> number of the run
     names = short_names([os.path.abspath(file) for file in files])
     for file, name in zip(files, names, strict=True):
         for _, start, _, record in read_records(file):
@@ -64,7 +64,7 @@ def find_samples(files: list[str]) -> tuple[dict[tuple[str, int], Places], Infos
 def describe_runs(infos: Infos) -> tuple[dict[str, str], list[str]]:
     """The table of all settings, and a label for each run, which says what differs."""
     table = {}
-    labels: list[list[str]] = [[] for _ in infos]
+    labels = [[] for _ in infos]
     for name in dict.fromkeys(itertools.chain.from_iterable(infos)):
         values = [info.get(name, "None") for info in infos]
         table[name] = " · ".join(values if len(set(values)) > 1 else values[:1])
@@ -241,11 +241,10 @@ def command() -> None:
     for path in paths:
         if not os.path.isfile(path):
             raise ValueError(f"there is no file {path!r:.200}")
-    if os.path.exists(page):
-        is_page = os.path.isfile(page) and PAGE.match(Path(page).read_bytes()[:200])
-        if not is_page:
-            raise ValueError(f"{page} is not a page of samples, so it is not replaced: the last "
-                             "name is that of the page")
+    is_page = os.path.isfile(page) and PAGE.match(Path(page).read_bytes()[:200])
+    if os.path.exists(page) and not is_page:
+        raise ValueError(f"{page} is not a page of samples, so it is not replaced: the last name "
+                         "is that of the page")
     logger.info(f"{page}: {plural(write_page(page, paths), 'sample')}")
 
 

@@ -19,12 +19,12 @@ from sampling.samples import Result, Sample, Score, Token
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any] # a line
-VERSION = 5 # of the fields of a line
+VERSION = 5 # changes with the fields of a line
 CHECKSUM = "the checkpoint's checksum"
-# The type of each field that every line has, and of those of samples and of scores.
+# The fields that every line has, and those for what came of the prompt, with their types.
 FIELD_TYPES = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
-SAMPLE_FIELDS = {"text": str, "num_tokens": int, "finish_reason": str, "cumulative_logprob": float}
 SCORE_FIELDS = {"num_tokens": int, "num_bytes": int, "cumulative_logprob": float}
+SAMPLE_FIELDS = {"text": str, "num_tokens": int, "finish_reason": str, "cumulative_logprob": float}
 # The values of settings that are None: a field has the same type in the lines of all runs.
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # Some readers take these characters for the end of a line.
@@ -145,7 +145,7 @@ class LinesFile:
                 raise ValueError(f"{where}, is one sample more than this run generates: give the "
                                  "file another name, or replace it with --overwrite")
             run.check(record, sample, where)
-            if isinstance(sample, Score): # its sums are needed for those of all texts
+            if isinstance(sample, Score): # Printer.print_total needs the sums of all texts
                 vars(sample).update({name: record[name] for name in SCORE_FIELDS})
             sample.already_saved = True
             num_saved += 1
@@ -218,13 +218,11 @@ def run_settings(settings: Settings, device_type: str, dtype_name: str) -> Recor
             del kept["num_samples"] # a longer run of one prompt may continue the file
         # The JSON is a text: an empty list would be of another type than a list of texts.
         kept["stop"] = json.dumps(as_list(kept["stop"]))
-    kept["compile"] = settings["compile"]
-    kept["tokenizer"] = settings["tokenizer"]
-    if settings["score"]:
-        kept["score"] = True
+    for name in "compile", "tokenizer", "logprobs":
+        kept[name] = settings[name]
+    kept["score"] = settings["score"] or None
     kept["device"] = device_type
     kept["dtype"] = dtype_name
-    kept["logprobs"] = settings["logprobs"]
     return filled(kept)
 
 
@@ -238,24 +236,23 @@ def filled(fields: Record) -> Record:
 
 
 def token_fields(token: Token, num_top: int = 0) -> Record:
-    return filled({"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob),
+    return filled({"id": token.id, "token": token.text, "logprob": rounded(token.logprob),
                    "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))})
 
 
-def round_logprob(logprob: float | None, num_digits: int = 3) -> float | None:
-    """Round to three decimals: further ones depend on which samples shared a batch."""
-    return None if logprob is None else round(logprob, num_digits) + 0.0 # never -0.0
+def rounded(value: float | None, num_digits: int = 3) -> float | None:
+    """A log-probability has three decimals: further ones depend on which samples shared a batch."""
+    return None if value is None else round(value, num_digits) + 0.0 # never -0.0
 
 
 def rounded_sum(sample: Result) -> float | None:
+    """The sum of all log-probabilities. That of a short text that is scored keeps more decimals,
+    because its mean is printed with four.
+    """
+    num_digits = 3
     if isinstance(sample, Score):
-        return round_score(sample.cumulative_logprob, sample.num_tokens)
-    return round_logprob(sample.cumulative_logprob)
-
-
-def round_score(logprob: float, num_tokens: int) -> float:
-    """The sum over a short text keeps more decimals, because the mean is printed with four."""
-    return round_logprob(logprob, max(3, 6 - len(str(num_tokens))))
+        num_digits = max(3, 6 - len(str(sample.num_tokens)))
+    return rounded(sample.cumulative_logprob, num_digits)
 
 
 def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:

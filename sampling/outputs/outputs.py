@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING
 
 from sampling.checkpoints.untrusted_files import file_state
 from sampling.inputs.prompts import parse_start
-from sampling.outputs.console import before_exit, plural
+from sampling.outputs.console import before_exit, plural, start_progress_bar
 from sampling.outputs.html import write_page
-from sampling.outputs.jsonl import PAGE, LinesFile, Record, Run, open_output, run_settings
+from sampling.outputs.jsonl import (
+    PAGE,
+    LinesFile,
+    Record,
+    Run,
+    open_output,
+    rounded,
+    run_settings,
+)
 from sampling.outputs.printer import RULE, Printer, Progress
 from sampling.params import Settings, is_same_file
 from sampling.process import END_SIGNALS, peak_memory
@@ -123,6 +131,7 @@ class Outputs:
 
     num_total: how many there will be; None if unknown.
     """
+    error: ValueError | None = None # see resume
 
     def __init__(self, settings: Settings, files: OutputFiles, gpt: "TextGenerator",
                  num_total: int | None):
@@ -132,47 +141,55 @@ class Outputs:
         kept = run_settings(settings, self.device.type, gpt.backend.dtype_name)
         self.run = Run(checkpoint_id(gpt), kept)
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams_always=False)
-        self.streams = self.printer.streams
+        self.streams = self.printer.streams and not files.prints_lines
         # On a terminal, name the checkpoint. A file or a pipe gets only samples.
-        if self.watch and self.streams and not files.prints_lines:
+        if self.watch and self.streams:
             self.printer.write(f"{gpt.checkpoint.describe()}\n{RULE}\n")
-        shows_text = settings["show_probs"] or not settings["score"]
+        bar = None # it would disturb the parts of a line that a terminal shows
+        if not self.streams or (settings["score"] and not settings["show_probs"]):
+            bar = start_progress_bar()
         max_new_tokens = None if settings["score"] else settings["max_new_tokens"]
-        self.progress = Progress(num_total, max_new_tokens, beside_text=self.streams and shows_text)
+        self.progress = Progress(num_total, max_new_tokens, bar)
 
     def resume(self, samples: Iterator[Result]) -> Iterator[Result]:
         """Yield the samples for the model to generate.
 
-        Those that the file already holds are marked as saved.
+        Those that the file already holds are marked as saved. An error of the samples, such as a
+        bad line of a pipe, is raised by finish, when those before it are done.
         """
         lines = self.files.lines
         # With overwrite, the first model replaces the lines. With watch, later ones continue them.
         if lines and (lines.is_ours or not self.files.overwrite):
             samples = lines.mark_saved(samples, self.run, self.watch)
-        for sample in samples:
-            self.progress.add(sample)
-            if sample.already_saved and isinstance(sample, Score):
-                self.printer.add_to_total(sample)
-            yield sample
+        try:
+            for sample in samples:
+                self.progress.add(sample)
+                if sample.already_saved and isinstance(sample, Score):
+                    self.printer.add_to_total(sample)
+                yield sample
+        except ValueError as error:
+            self.error = error
 
     def update(self, sample: Result, pieces: list[Piece]) -> None:
         """Show the new pieces of a sample.
 
         Save it first if it is finished: a resumed run does not show it again.
         """
-        files = self.files
-        if sample.finish_reason and (files.lines or files.prints_lines):
-            line = self.run.line(sample)
-            if files.lines:
-                files.lines.write(line)
-            if files.prints_lines:
-                self.printer.write(self.printer.make_safe(line.decode()))
+        if sample.finish_reason and self.files.lines:
+            self.files.lines.write(self.run.line(sample))
         self.progress.update(sample)
-        if not files.prints_lines:
+        if not self.files.prints_lines:
             self.printer.update(sample, pieces)
+        elif sample.finish_reason:
+            self.printer.write(self.printer.make_safe(self.run.line(sample).decode()))
 
     def finish(self) -> None:
-        """Write the page, and print the number of samples, or the sums of all scores."""
+        """Write the page, and print the number of samples, or the sums of all scores.
+
+        Raises the error of the samples, if there was one.
+        """
+        if self.error:
+            raise self.error
         self.files.write_page()
         if not self.files.prints_lines:
             self.printer.print_total()
@@ -180,12 +197,9 @@ class Outputs:
 
 
 def checkpoint_id(gpt: "TextGenerator") -> Record:
-    """What a line says about the checkpoint. crc32: of the checkpoint and the vocabulary."""
+    """What a line says about the checkpoint. crc32: that of the checkpoint and the vocabulary."""
     checkpoint = gpt.checkpoint
     vocabulary = gpt.tokenizer.fingerprint().encode("utf-8", "replace")
     checksum = zlib.crc32(vocabulary, int(checkpoint.crc32, 16))
-    loss = checkpoint.val_loss
-    if loss is not None:
-        loss = round(loss, 4) + 0.0 # never -0.0
     return {"path": checkpoint.path, "crc32": f"{checksum:08x}", "iter_num": checkpoint.iter_num,
-            "val_loss": loss}
+            "val_loss": rounded(checkpoint.val_loss, 4)}

@@ -9,17 +9,11 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.outputs.console import (
-    clear_bar,
-    is_tty,
-    name_write_errors,
-    plural,
-    sanitize,
-    start_progress_bar,
-)
-from sampling.outputs.jsonl import round_score
+from sampling.outputs.console import clear_bar, is_tty, name_write_errors, plural, sanitize
+from sampling.outputs.jsonl import rounded_sum
 from sampling.samples import Piece, Prompt, Result, Score
 
 logger = logging.getLogger(__name__)
@@ -52,7 +46,7 @@ class Printer:
                            "NO_COLOR is set")
         self.sample: Result | None = None # the latest one
         self.unprinted: list[str] = [] # parts of it
-        self.reset_total()
+        self.sums: list[tuple] = [] # as summary takes them, of each text that is scored
 
     def update(self, sample: Result, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
         """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when
@@ -72,8 +66,7 @@ class Printer:
             line = RULE
             if is_score:
                 self.add_to_total(sample)
-                score = summary(sample.num_tokens, sample.num_bytes, sample.cumulative_logprob)
-                line = f"{self.make_safe(name_of(sample.prompt))}: {score}"
+                line = f"{self.make_safe(name_of(sample.prompt))}: {summary(*self.sums[-1])}"
             if shows_text:
                 self.unprinted.append("\n")
             self.unprinted.append(f"{line}\n")
@@ -90,21 +83,15 @@ class Printer:
             return colorize(text, piece.logprob)
         return text
 
-    def reset_total(self) -> None:
-        self.num_scores = 0
-        self.total = 0, 0, 0.0 # tokens, bytes and log-probabilities of all texts
-
     def add_to_total(self, score: Score) -> None:
-        self.num_scores += 1
-        num_tokens, num_bytes, logprob = self.total
-        # The sum is that of the rounded numbers, which a resumed run has.
-        logprob += round_score(score.cumulative_logprob, score.num_tokens)
-        self.total = num_tokens + score.num_tokens, num_bytes + score.num_bytes, logprob
+        # A resumed run has the rounded numbers, too.
+        self.sums.append((score.num_tokens, score.num_bytes, rounded_sum(score)))
 
     def print_total(self) -> None:
         """Print the score of all texts together, if there were several."""
-        if self.num_scores > 1 and self.total[0]:
-            self.write(f"all: {summary(*self.total)}\n")
+        total = [sum(column) for column in zip(*self.sums, strict=True)]
+        if len(self.sums) > 1 and total[0]:
+            self.write(f"all: {summary(*total)}\n")
 
     def write(self, text: str) -> None:
         clear_bar()
@@ -113,10 +100,10 @@ class Printer:
 
 
 def summary(num_tokens: int, num_bytes: int, logprob: float) -> str:
-    """How many tokens were scored, and how likely they are."""
+    """How many tokens were scored, and how likely they are. logprob: rounded, as in out_file."""
     if not num_tokens:
         return "a single token, and no token comes before it"
-    nats = 0.0 - round_score(logprob, num_tokens) / num_tokens # as in out_file
+    nats = 0.0 - logprob / num_tokens
     bits = nats * num_tokens / math.log(2) / max(1, num_bytes)
     perplexity = math.exp(nats) if nats < 700 else math.inf # there is no larger float
     noun = "token" if num_tokens == 1 else "tokens"
@@ -148,20 +135,19 @@ class Progress:
     Shows a bar, or if standard error is no terminal, as with nohup, a line now and then.
 
     total_samples: how many samples the run has; None if unknown. Saved ones do not count.
-    max_new_tokens: of each sample; None if texts are scored.
-    beside_text: whether parts of a line are printed on the terminal, which a bar would disturb.
+    max_new_tokens: that of each sample; None if texts are scored.
+    bar: a tqdm, or None.
     """
 
-    def __init__(self, total_samples: int | None, max_new_tokens: int | None,
-                 beside_text: bool = False):
+    def __init__(self, total_samples: int | None, max_new_tokens: int | None, bar: Any = None):
         self.total_samples = total_samples
         self.max_new_tokens = max_new_tokens
         self.noun = "text" if max_new_tokens is None else "sample"
         self.unfinished: set[Result] = set() # the engine may append tokens to them
-        self.num_samples = 0 # that are finished
-        self.num_tokens = 0 # of finished samples
-        self.bar = start_progress_bar(beside_text) # a tqdm, or None
-        self.interval = LOG_INTERVAL if self.bar is None else BAR_INTERVAL
+        self.num_samples = 0 # how many are finished
+        self.num_tokens = 0 # how many tokens these have
+        self.bar = bar
+        self.interval = LOG_INTERVAL if bar is None else BAR_INTERVAL
         self.start = time.perf_counter() # the model is loaded
         self.next_time = self.start + self.interval
 

@@ -22,8 +22,8 @@ from functools import cache
 import numpy as np
 import torch
 
-NUM_WORDS = 624 # that determine the next one
-DEGREE = 19937 # of P: 624 * 32 bits without the 31 that the recurrence ignores
+NUM_WORDS = 624 # so many determine the next one
+DEGREE = 19937 # P's degree: 624 * 32 bits without the 31 that the recurrence ignores
 JUMP_THRESHOLD = 2**23 # a jump past this many random numbers, or more, is faster than a walk
 
 # Where the state of torch's CPU generator (CPUGeneratorImpl) has the current block of 624 words, in

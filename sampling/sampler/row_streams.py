@@ -38,7 +38,7 @@ class RunStream:
             self.generator = torch.Generator("cpu").manual_seed(seed)
             advance_mt19937(self.generator, num_init_draws)
         self.start = self.generator.clone_state()
-        self.index = 0 # of the sample at whose start the generator is
+        self.index = 0 # the index of the sample at whose start the generator is
 
     def generator_for_sample(self, index: int) -> torch.Generator:
         """A generator at the start of sample number index. Increasing indices take the least time.
@@ -75,7 +75,7 @@ class RowStreams:
     def __init__(self, run: RunStream, samples: list[int], first_steps: list[int]):
         self.generators = [run.generator_for_sample(index) for index in samples] # one per row
         self.first_steps = first_steps
-        self.step = 0 # of the next draw
+        self.step = 0 # the step of the next draw
         self.device = run.device
         is_bits = self.device.type == "cpu" and exponential_is_from_bits()
         dtype = torch.int64 if is_bits else torch.float32

@@ -80,7 +80,7 @@ class Sampler:
         divided by noise.
         """
         logits = logits.to(self.dtype or logits.dtype)
-        if self.penalty != 1: # of the tokens in the text (CTRL, Keskar et al., 2019)
+        if self.penalty != 1: # the tokens in the text have it (CTRL, Keskar et al., 2019)
             logits = logits.float()
             seen = logits.gather(1, ids) # (B, S)
             penalised = torch.where(seen < 0, seen * self.penalty, seen / self.penalty)

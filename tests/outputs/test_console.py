@@ -101,17 +101,6 @@ def test_a_program_configures_which_messages_reach_stderr(setup, shown):
     assert done.stderr == shown
 
 
-@pytest.mark.parametrize("is_terminal, beside_text, is_shown", [
-    (True, True, False), (True, False, True), (False, False, False)])
-def test_a_progress_bar_does_not_disturb_text(
-        read_stderr, monkeypatch, is_terminal, beside_text, is_shown):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
-    bar = console.start_progress_bar(beside_text)
-    assert (bar is not None) == is_shown
-    if is_shown:
-        bar.close()
-
-
 @pytest.mark.parametrize("is_terminal, written", [
     (True, b"a?b?\n"), (False, "aéb😀\n".encode())])
 @pytest.mark.usefixtures("read_stderr")

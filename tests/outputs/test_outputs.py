@@ -283,6 +283,17 @@ def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
     assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 1
 
 
+@pytest.mark.parametrize("settings, has_bar", [
+    ({}, False), ({"score": True}, True), ({"out_file": "-"}, True)], ids=str)
+def test_a_progress_bar_disturbs_no_text_that_streams_to_a_terminal(
+        start, monkeypatch, settings, has_bar):
+    for stream in sys.stdout, sys.stderr:
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    outputs = Outputs(*start(html_file=None, **settings), model_of(), 1)
+    outputs.finish() # which closes the bar
+    assert (outputs.progress.bar is not None) == has_bar
+
+
 @pytest.mark.parametrize("name, reason", [
     (".", "is a folder, a device or a pipe, and not a file"),
     ("pipe", "and not a file"),

@@ -120,8 +120,7 @@ def start(monkeypatch):
     def start(total_samples, bar=None):
         clock = SimpleNamespace(perf_counter=lambda: 0)
         monkeypatch.setattr(printer, "time", clock)
-        monkeypatch.setattr(printer, "start_progress_bar", lambda beside_text: bar)
-        progress = Progress(total_samples, max_new_tokens=100)
+        progress = Progress(total_samples, max_new_tokens=100, bar=bar)
         samples = [Sample(i, Prompt("a"), [], already_saved=i == 0) for i in range(3)]
         for sample in samples:
             progress.add(sample)
