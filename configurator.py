@@ -51,13 +51,15 @@ class Setting(NamedTuple):
 
 def override(scope: dict[str, Any], arguments: Iterable[str],
              validate: Callable = lambda values, flags: None,
-             aliases: Mapping[str, str] = {}) -> dict[str, Any]:
+             aliases: Mapping[str, str] = {},
+             foreign: Mapping[str, str] = {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(). Returns all settings.
 
     validate gets all settings, and the names of those that flags set. Its ValueError has the
     attribute names: which settings it is about. aliases: what to suggest for names of other
-    programs. Logs one line that lists the changes. An error leaves scope as it was. --help and
-    --version print, and exit.
+    programs. foreign: names of another program's settings, each with one of ours that means
+    something else there: a file that sets the first does not set the second. Logs one line that
+    lists the changes. An error leaves scope as it was. --help and --version print, and exit.
     """
     settings = find_settings(scope["__file__"])
     arguments = list(arguments)
@@ -86,7 +88,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
             changes[name] = value
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"])
-            found = run_file(path, source, scope | changes, settings)
+            found = run_file(path, source, scope | changes, settings, foreign)
             changes |= found
             files |= dict.fromkeys(found, path)
     values = {name: scope[name] for name in settings} | changes
@@ -295,6 +297,8 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     if kind := re.search(r"(?i)\.(json|toml|ya?ml)$", path):
         raise ValueError(f"{path!r:.200} is {kind[1].upper()}, but a settings file is Python, such "
                          "as: temperature = 0.8")
+    if re.search(rb"open\(.configurator\.py", source):
+        raise ValueError(f"{path!r:.200} is a script with settings of its own, not a file of them")
     if b"\0" in source: # a folder, or a checkpoint
         raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass "
                          f"--out_dir={path:.200}")
@@ -302,8 +306,8 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
 
 
 def run_file(path: str, source: bytes, scope: dict[str, Any],
-             settings: dict[str, Setting]) -> dict[str, Any]:
-    """Run a settings file and return the settings that it changes.
+             settings: dict[str, Setting], foreign: Mapping[str, str]) -> dict[str, Any]:
+    """Run a settings file and return the settings that it changes. foreign: as for override.
 
     The file can use the names in scope, and may define other names, as training files do. Logs a
     warning for a name like a setting's, or if it sets nothing.
@@ -334,6 +338,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
         hint = suggest(name, settings, prefixes=False)
         if hint and type(names[name]).__name__ in TYPE_NAMES:
             logger.warning(f"{path} sets {name}, which is not a setting{hint}")
+    for name in others & foreign.keys():
+        names.pop(foreign[name], None)
     # 1 == True, but as settings they differ.
     changes = {name: names[name] for name in settings if name in names
                and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}

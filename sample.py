@@ -28,7 +28,14 @@ from sampling.generation.workers import run_on_all, serve
 from sampling.inputs.prompts import make_samples, read_prompts
 from sampling.outputs.console import hard_exit, name_write_errors, report_user_errors, setup_console
 from sampling.outputs.outputs import OutputFiles, Outputs
-from sampling.params import ALIASES, ModelOptions, check_settings, choose_params, complete_settings
+from sampling.params import (
+    ALIASES,
+    FOREIGN,
+    ModelOptions,
+    check_settings,
+    choose_params,
+    complete_settings,
+)
 from sampling.process import shorten_spinning
 
 # The model
@@ -125,7 +132,7 @@ def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process."""
     setup_console(owns_process)
     with report_user_errors(status=2), name_write_errors("standard output"): # for --help
-        override(globals(), sys.argv[1:], check_settings, ALIASES)
+        override(globals(), sys.argv[1:], check_settings, ALIASES, FOREIGN)
         globals().update(complete_settings(globals()))
     shorten_spinning()
     with report_user_errors():

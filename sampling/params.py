@@ -56,7 +56,6 @@ def optional(is_allowed: Predicate) -> Predicate:
     return lambda value: value is None or is_allowed(value)
 
 
-IS_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)$") # searches the name of a file
 TRUE_OR_FALSE = (lambda v: isinstance(v, bool), "must be True or False")
 # Setting or field -> which values it takes, and how to say so.
 RULES: dict[str, tuple[Predicate, str]] = {
@@ -93,7 +92,8 @@ RULES: dict[str, tuple[Predicate, str]] = {
     "draft": TRUE_OR_FALSE,
     "context_shift": TRUE_OR_FALSE,
     "batch_size": (optional(whole_number(1, 10**5)), "must be from 1 to 100000, or None"),
-    "out_file": (optional(lambda v: is_nonempty_text(v) and not IS_COMPRESSED.search(v)),
+    "out_file": (optional(lambda v: is_nonempty_text(v)
+                          and not re.search(r"\.(gz|bz2|xz|zst|zip)$", v)),
                  "must be the path of a file that is not compressed, such as a.jsonl, or None"),
     "logprobs": (optional(whole_number(0, 1000)), "must be from 0 to 1000, or None to save none"),
     "num_logprobs": (optional(whole_number(0)),
@@ -132,7 +132,7 @@ CONFLICTS = [
              "interactive=True prints one sample for each prompt: leave out num_samples, and type "
              ":again for another"),
     Conflict(("interactive", "out_file", "html_file", "logprobs"),
-             lambda session, *others: session and any(value is not None for value in others),
+             lambda session, *others: session and {*others} != {None},
              "interactive=True saves no samples: leave out out_file, html_file and logprobs; in a "
              "session, type :save FILE, or :show_probs"),
     Conflict(("logprobs", "out_file"), lambda number, path: number is not None and not path,
@@ -160,6 +160,8 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM, OpenAI and gpt-2-simple ->
     "s": "seed",
     "o": "out_file",
 }
+# Names that only a training sets -> a setting that means something else there.
+FOREIGN = dict.fromkeys(["learning_rate", "max_iters"], "batch_size")
 
 
 def check_values(values: Settings) -> None:
@@ -175,6 +177,10 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
 
     With score, a flag that only sampling has is an error; in a file, such a setting is ignored.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError: # torch would end the process
+        raise ValueError("the working directory was deleted: change to another one") from None
     if settings["score"]:
         useless = [name for name in SAMPLING_SETTINGS if name in flags]
         if useless:
@@ -183,6 +189,11 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
         settings = {name: value for name, value in settings.items()
                     if name not in SAMPLING_SETTINGS}
     check_options({**settings, "flags": flags})
+    source = settings["init_from"]
+    if (source != "resume" and "init_from" not in flags
+            and os.path.isfile(os.path.join(settings["out_dir"], "ckpt.pt"))):
+        logger.warning(f"a settings file has init_from={source!r:.100}, so the samples are not "
+                       "those of the ckpt.pt in out_dir: pass --init_from=resume for them")
 
 
 def check_options(options: Settings) -> None:

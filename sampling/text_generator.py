@@ -14,13 +14,13 @@ from sampling.checkpoints.build import Checkpoint
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.model_source import NANOGPT
 from sampling.checkpoints.nanogpt import load_nanogpt
-from sampling.configurator import plain
+from sampling.configurator import plain, suggest
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import at, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
-from sampling.params import ModelOptions, SamplingParams, ScoringParams, check_values
+from sampling.params import ALIASES, ModelOptions, SamplingParams, ScoringParams, check_values
 from sampling.process import check_fork, system_interrupts
 from sampling.samples import Prompt, Sample, Score, Updates
 
@@ -108,6 +108,9 @@ class TextGenerator:
             return score_texts(self.backend, self.tokenizer, samples, params, batch_size)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
+        for name in settings.keys() - vars(params):
+            raise TypeError(f"{name} is no field of SamplingParams"
+                            f"{suggest(name, vars(params), ALIASES)}")
         params = replace(params, **settings)
         self.check_params(params)
         engine = Engine(self.checkpoint, self.tokenizer, self.backend, params, batch_size, stream)

@@ -49,6 +49,8 @@ def test_samples_are_those_of_the_script(generator, run_script):
     (dict(prompts=[""]), ValueError, "a prompt is empty"),
     (dict(prompts=["A"] * 5000 + ["é"]), ValueError, r"prompts\[5000\]: .*'é'"),
     (dict(params={"seed": 1}), TypeError, r"params must be a SamplingParams; got \{'seed': 1\}$"),
+    (dict(max_length=5), TypeError,
+     "max_length is no field of SamplingParams; did you mean max_new_tokens"),
     (dict(num_samples=0), ValueError, "num_samples must"),
     (dict(batch_size="2"), ValueError, "batch_size must"),
 ], ids=str)

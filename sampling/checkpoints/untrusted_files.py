@@ -138,6 +138,7 @@ def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any | Non
         try:
             result = read(*files)
         except Exception as e:
+            open(os.devnull).close() # if no more files can be open, this error says so
             is_final = isinstance(e, RejectedFileError) or is_out_of_memory(e)
             is_recent = any(abs(time.time() - changed) < MAX_WAIT for _, changed, _ in before)
             if states() == before and (is_final or not is_recent):

@@ -125,7 +125,8 @@ def tokenizer_folders(checkpoint: Checkpoint) -> list[Path]:
         return [own]
     if Path(dataset).anchor or ".." in Path(dataset).parts: # never outside of data
         return [own]
-    return [own, Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
+    places = Path(), own.absolute().parent, own.resolve().parent # own may be a link, or ..
+    return [own, *(place / "data" / dataset for place in places)]
 
 
 def tokenizer_in(path: Path, vocab_size: int) -> Tokenizer | str | None:

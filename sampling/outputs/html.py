@@ -236,7 +236,7 @@ def command() -> None:
         print(f"{summary_line}\n{usage}")
         return
     *paths, page = sys.argv[1:] or [""]
-    if not (paths and page.endswith((".html", ".htm"))): # the page may have been forgotten
+    if not (paths and page.endswith(".html")): # the page may have been forgotten
         raise ValueError(usage)
     for path in paths:
         if not os.path.isfile(path):

@@ -48,7 +48,7 @@ class Run:
 
     def line(self, sample: Result) -> bytes:
         record = self.first_fields(sample)
-        for name in result_fields(self.settings):
+        for name in SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS:
             record[name] = getattr(sample, name)
         record["cumulative_logprob"] = rounded_sum(sample)
         num_top = self.settings.get("logprobs")
@@ -186,11 +186,6 @@ class LinesFile:
                 line = line[os.write(self.file.fileno(), line):]
 
 
-def result_fields(settings: Settings) -> dict[str, type]:
-    """The fields of what came of a prompt in a run with these settings, and their types."""
-    return SCORE_FIELDS if "score" in settings else SAMPLE_FIELDS
-
-
 def check_equal(saved: Record, wanted: Record, where: str) -> None:
     """Raises ValueError, with where and the first difference, unless the values are equal.
 
@@ -293,10 +288,10 @@ def is_truncated(line: bytes) -> bool:
 
 def is_record(value: Any) -> bool:
     """Whether a value has the fields of a line of this version."""
-    def has(fields: dict[str, type]) -> bool:
-        return all(type(value.get(name)) is kind for name, kind in fields.items())
-    return (isinstance(value, dict) and value.get("version") == VERSION and has(FIELD_TYPES)
-            and has(result_fields(value["settings"])))
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        return False
+    types = FIELD_TYPES | (SCORE_FIELDS if "num_bytes" in value else SAMPLE_FIELDS)
+    return all(type(value.get(name)) is kind for name, kind in types.items())
 
 
 # ---- files

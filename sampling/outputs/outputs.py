@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sampling.checkpoints.untrusted_files import file_state
 from sampling.inputs.prompts import parse_start
 from sampling.outputs.console import before_exit, plural, start_progress_bar
 from sampling.outputs.html import write_page
@@ -59,15 +58,14 @@ class OutputFiles:
         self.page_end = 0 # how many bytes of the lines html_file shows
         if self.html_file is not None:
             self.check_page()
-            self.known_page = self.page_state()
 
     def check_page(self) -> None:
         """Raises ValueError or OSError unless html_file can be written, and may be replaced."""
-        is_new = not os.path.exists(self.html_file)
+        self.is_new_page = not os.path.exists(self.html_file)
         with open_output(self.html_file) as page:
             page.seek(0)
             begin = page.read(200)
-        if is_new: # open_output has created it, which shows that it can be written
+        if self.is_new_page: # open_output has created it, which shows that it can be written
             os.unlink(os.path.realpath(self.html_file))
         # A run that continues its lines makes their page again.
         may_replace = self.overwrite or (self.lines.checked_size() and PAGE.match(begin))
@@ -75,25 +73,20 @@ class OutputFiles:
             raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give "
                              "html_file another name, or replace it with --overwrite")
 
-    def page_state(self) -> tuple:
-        """What changes when a program writes html_file; () if it is not there."""
-        return (file_state(self.html_file) or ())[:2] # the inode may be another at each look
-
     def write_page(self) -> None:
         """Make html_file from the saved lines, unless it shows them all.
 
-        Raises ValueError if another program wrote it during this run.
+        Raises ValueError if it was new, and another run has written it meanwhile.
         """
         lines = self.lines
         page = self.html_file
         if page and lines.is_ours and self.page_end < lines.checked_size():
-            if self.page_state() not in ((), self.known_page):
+            if self.is_new_page and not self.page_end and os.path.exists(page):
                 self.html_file = None # it is not tried again
-                raise ValueError(f"another program wrote {page} during this run, so it is not "
-                                 f"replaced: {lines.path} has the samples; give html_file another "
-                                 "name, and the same command makes their page")
+                raise ValueError(f"another run has written {page} since this one began, so it is "
+                                 f"not replaced: {lines.path} has the samples; give html_file "
+                                 "another name, and the same command makes their page")
             write_page(page, [lines.path])
-            self.known_page = self.page_state()
             self.page_end = lines.checked_size()
 
     def close(self, status: int) -> None:

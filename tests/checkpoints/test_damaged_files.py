@@ -7,6 +7,7 @@ would stop them.
 import os
 import random
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from threading import Timer
 
 import pytest
@@ -22,6 +23,19 @@ from sampling.checkpoints.tensor_files import TensorFile
 from sampling.inputs.char_tokenizer import read_meta
 
 # ---- damaged files
+
+def test_a_file_is_not_called_damaged_if_no_more_files_may_be_open(tmp_path):
+    def read(file):
+        setrlimit(RLIMIT_NOFILE, (file.fileno() + 1, limits[1]))
+        raise RuntimeError("Failed to initialize cpuinfo!") # as torch does
+    write_settled(tmp_path / "a", b"a")
+    limits = getrlimit(RLIMIT_NOFILE)
+    try:
+        with pytest.raises(OSError, match=r"cannot read .*a: Too many open files"):
+            untrusted_files.read_complete([tmp_path / "a"], read)
+    finally:
+        setrlimit(RLIMIT_NOFILE, limits)
+
 
 @pytest.fixture(params=["ckpt.pt", "model.safetensors", "pytorch_model.bin", "config.json"])
 def path(request, tmp_path, monkeypatch):

@@ -74,6 +74,11 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
     assert source(size, is_huggingface=True) == str(out / "tokenizer.json")
     save_pickle(out / "meta.pkl", {"vocab_size": 50257}) # for GPT-2's tokens
     assert source(len(CHARS)) == str(letters / "meta.pkl")
+    (here / "elsewhere").mkdir()
+    (here / "elsewhere" / "link").symlink_to(out)
+    (letters / "meta.pkl").unlink()
+    linked = load(len(CHARS), here / "elsewhere" / "link", dataset="letters")
+    assert linked.source == str(beside / "meta.pkl")
 
 
 def test_a_meta_pkl_that_differs_from_that_of_the_data_set_is_an_error_that_names_both(here):

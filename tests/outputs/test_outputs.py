@@ -158,7 +158,7 @@ def test_a_page_that_another_run_wrote_meanwhile_is_not_replaced(start, run, fil
     run(3)
     page = files()["a.html"]
     console.before_exit[:] = first
-    with pytest.raises(ValueError, match=r"a\.html during .*b\.jsonl has the samples; give html_f"):
+    with pytest.raises(ValueError, match=r"a\.html since .*b\.jsonl has the samples; give html_f"):
         console.end_run(0)
     assert files()["a.html"] == page
     run(2, out_file=f"{tmp_path}/b.jsonl", html_file=f"{tmp_path}/b.html")

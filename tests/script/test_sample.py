@@ -2,6 +2,7 @@
 import json
 import pickle
 import re
+import sys
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch
 import sampling
 from models import CHARS, make_gpt, make_transformers_gpt2, save_checkpoint, save_repeating
 from oracles import nanogpt_samples
-from project import RULE
+from project import RULE, SCRIPT
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
+from script_process import run_program
 
 
 def printed(texts):
@@ -123,6 +125,23 @@ def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(
     for line in (tmp_path / "a.jsonl").read_text().splitlines():
         assert json.loads(line)["seed"] == int(drawn)
     assert "nothing to do" in run_script(*saved, f"--seed={drawn}").stderr
+
+
+def test_init_from_in_a_settings_file_beside_a_checkpoint_gets_a_warning(
+        run_script, gpt2_folder, char_checkpoint, tmp_path):
+    (tmp_path / "tune.py").write_text(f"init_from = {str(gpt2_folder)!r}\n")
+    run = f"--out_dir={char_checkpoint}", "--device=cpu", "--num_samples=1", "--max_new_tokens=1"
+    by_file = run_script(*run, "tune.py", cwd=tmp_path)
+    by_flag = run_script(*run, f"--init_from={gpt2_folder}")
+    assert by_file.stdout == by_flag.stdout
+    message = "so the samples are not those of the ckpt.pt in out_dir: pass --init_from=resume"
+    assert [message in done.stderr for done in (by_file, by_flag)] == [True, False]
+
+
+def test_a_deleted_working_directory_is_one_error_line(tmp_path):
+    code = f"import os, runpy; os.rmdir({str(tmp_path)!r}); runpy.run_path({str(SCRIPT)!r}, None, "
+    done = run_program(sys.executable, "-c", f"{code}'__main__')", cwd=tmp_path, status=2)
+    assert done.stderr == "error: the working directory was deleted: change to another one\n"
 
 
 # ---- user errors of every kind: each ends the script with one line

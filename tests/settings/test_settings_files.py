@@ -11,7 +11,7 @@ import pytest
 
 from project import SCRIPT
 from sampling.configurator import find_settings, override
-from sampling.params import ALIASES, SettingError
+from sampling.params import ALIASES, FOREIGN, SettingError
 
 
 def write_modules(folder, contents):
@@ -129,6 +129,7 @@ def test_what_a_file_prints_goes_to_stderr(script, capsys):
     ("a.py", b"\xff\xfea\0", "'a.py' is in UTF-16: save it as UTF-8"),
     ("a.py", b"\xfe\xff\0a", "'a.py' is in UTF-16: save it as UTF-8"),
     ("a.py", b"a\0=\0", "'a.py' is not a settings file"), # it could be anything
+    ("a.py", b"exec(open('configurator.py').read())", "'a.py' is a script with settings of its"),
 ])
 def test_a_file_in_another_format_is_an_error_that_names_it(script, path, content, message):
     Path("b").mkdir()
@@ -163,11 +164,17 @@ def helper(): return 1
 def test_training_settings_files_cause_no_warnings(tmp_path, messages):
     path = tmp_path / "train.py"
     path.write_text(TRAINING)
-    settings = override(runpy.run_path(str(SCRIPT)), [str(path)])
+    settings = override(runpy.run_path(str(SCRIPT)), [str(path)], foreign=FOREIGN)
     assert settings["out_dir"] == "o"
-    assert settings["batch_size"] == 12 # samples at once
+    assert settings["batch_size"] is None, "a training means something else"
     message, = messages
-    assert message.startswith("settings: ")
+    assert message == "settings: out_dir='o'"
+
+
+def test_a_file_sets_no_setting_that_means_something_else_in_its_program(script):
+    write(a="count = 3\nrate = 3\n", b="other = 1\nfrom a import *\n")
+    assert script("a.py", "b.py", foreign={"other": "rate"}) == {"count": 3, "rate": 3.0}
+    assert script("b.py", foreign={"other": "rate"}) == {"count": 3}
 
 
 def test_a_settings_file_imports_its_neighbours_and_no_module_of_theirs_stays(
