@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from sampling.checkpoints.own_model import OwnModel
 from sampling.model import GPT, GPTConfig, KVCache
@@ -119,6 +120,14 @@ def many_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+class ManyRows(TorchFunctionMode):
+    """Lets the Linears of any model compute with many_rows_linear."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        is_ours = func is F.linear and args[0].dtype == torch.float32
+        return (many_rows_linear if is_ours else func)(*args, **kwargs or {})
+
+
 def compiled(model: GPT) -> Callable[..., Any]:
     """The model as a function that torch.compile compiles when it is called first.
 
@@ -186,6 +195,8 @@ class OwnBackend(Backend):
             self.max_rows = self.max_forward_tokens = 1
         gpt = model.gpt.to(device)
         model.forward = compiled(gpt) if compile else gpt
+        is_faster = has_fast_onednn and device.type == "cpu" and not compile
+        self.many_rows = ManyRows if is_faster else nullcontext
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high") # TF32
             torch.backends.cuda.enable_cudnn_sdp(True) # the default, which CUDABackend changes
@@ -199,7 +210,9 @@ class OwnBackend(Backend):
     def logits(self, ids: Tensor, cache: None, num_positions: int = 1) -> Tensor:
         """Of the last position only: num_positions is 1, because there is no draft."""
         rows = max(1, self.max_forward_tokens // ids.size(1))
-        return torch.cat([self.model(part)[:, -1] for part in ids.split(rows)])
+        # A single row keeps nanoGPT's own operators.
+        with self.many_rows() if len(ids) > 1 else nullcontext():
+            return torch.cat([self.model(part)[:, -1] for part in ids.split(rows)])
 
     def text_logits(self, ids: Tensor, num_positions: int) -> Tensor:
         """As train.py computes them."""

@@ -1,5 +1,6 @@
 """A model.py that its user has edited, which --model_file runs."""
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from forks import (
     trained,
 )
 from models import CHARS, save_meta
+from sampling.backends import backend
 
 OWN = "--model_file=model.py"
 
@@ -201,6 +203,17 @@ def test_a_program_loads_a_changed_file_anew_and_two_files_do_not_meet(fork, tmp
         texts.append(sample.text)
     assert len({*texts}) == 3
     assert torch.equal(state, torch.get_rng_state()), "a program's own random numbers stay"
+
+
+def test_samples_that_share_a_batch_use_the_quicker_product(fork, sample, monkeypatch):
+    path = fork(*OTHERS["SiLU"])
+    product = Mock(side_effect=torch.nn.functional.linear)
+    monkeypatch.setattr(backend, "has_fast_onednn", True)
+    monkeypatch.setattr(backend, "many_rows_linear", product)
+    assert sample(OWN, "--batch_size=1").stdout == fork_text(path)
+    assert not product.called, "nanoGPT's own operators"
+    assert sample(OWN).stdout == fork_text(path)
+    assert product.called
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
