@@ -132,11 +132,11 @@ def load_gpt(num_total=None):
 def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process."""
     setup_console(owns_process)
+    shorten_spinning() # a settings file may import torch
     with report_user_errors(status=2), name_write_errors("standard output"): # for --help
         settings = override(globals(), sys.argv[1:], check_settings, ALIASES, FOREIGN)
         settings = complete_settings(settings)
         globals().update(settings)
-    shorten_spinning()
     with report_user_errors():
         serve(load_gpt) or main(settings) # of torchrun's processes, only the first runs main
     if owns_process:
