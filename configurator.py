@@ -61,6 +61,10 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
     something else there: a file that sets the first does not set the second. Logs one line that
     lists the changes. An error leaves scope as it was. --help and --version print, and exit.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError: # neither files nor torch work there
+        raise ValueError("the working directory was deleted: change to another one") from None
     settings = find_settings(scope["__file__"])
     arguments = list(arguments)
     if "--version" in arguments:

@@ -131,10 +131,10 @@ def load_gpt(num_total=None):
 def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process."""
     setup_console(owns_process)
+    shorten_spinning() # a settings file may import torch
     with report_user_errors(status=2), name_write_errors("standard output"): # for --help
         override(globals(), sys.argv[1:], check_settings, ALIASES, FOREIGN)
         globals().update(complete_settings(globals()))
-    shorten_spinning()
     with report_user_errors():
         serve(load_gpt) or main() # only the first of torchrun's processes runs main
     if owns_process:

@@ -177,10 +177,6 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
 
     With score, a flag that only sampling has is an error; in a file, such a setting is ignored.
     """
-    try:
-        os.getcwd()
-    except FileNotFoundError: # torch would end the process
-        raise ValueError("the working directory was deleted: change to another one") from None
     if settings["score"]:
         useless = [name for name in SAMPLING_SETTINGS if name in flags]
         if useless:

@@ -63,16 +63,21 @@ assert TextGenerator is sampling.text_generator.TextGenerator
 """)
 
 
-@pytest.mark.parametrize("load", [
-    "sampling.TextGenerator", "runpy.run_path('sample.py', run_name='__main__')"])
-def test_whatever_loads_torch_first_shortens_the_spinning_of_its_threads(load):
+@pytest.mark.parametrize("load, variable", [
+    ("sampling.TextGenerator", "GOMP_SPINCOUNT"),
+    ("runpy.run_path('sample.py', run_name='__main__')", "FOUND"),
+])
+def test_whatever_loads_torch_first_shortens_the_spinning_of_its_threads(load, variable, tmp_path):
+    """A settings file may import it."""
+    path = tmp_path / "a.py"
+    path.write_text("import os\nos.environ['FOUND'] = os.environ['GOMP_SPINCOUNT']\n")
     run_python("-c", f"""
 import contextlib, os, runpy, sys, sampling
 os.environ.pop("GOMP_SPINCOUNT")
-sys.argv = ["sample.py", "--top_k=1", "--out_dir=nowhere"]
+sys.argv = ["sample.py", {str(path)!r}, "--out_dir=nowhere"]
 with contextlib.suppress(SystemExit):
     {load}
-assert "GOMP_SPINCOUNT" in os.environ
+assert {variable!r} in os.environ
 """)
 
 
