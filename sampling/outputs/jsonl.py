@@ -241,13 +241,14 @@ def rounded(value: float | None, num_digits: int = 3) -> float | None:
 
 
 def rounded_sum(sample: Result) -> float | None:
-    """The sum of all log-probabilities. That of a short text that is scored keeps more decimals,
-    because its mean is printed with four.
-    """
-    num_digits = 3
     if isinstance(sample, Score):
-        num_digits = max(3, 6 - len(str(sample.num_tokens)))
-    return rounded(sample.cumulative_logprob, num_digits)
+        return round_score(sample.cumulative_logprob, sample.num_tokens)
+    return rounded(sample.cumulative_logprob)
+
+
+def round_score(logprob: float, num_tokens: int) -> float:
+    """The sum over a short text keeps more decimals, because the mean is printed with four."""
+    return rounded(logprob, max(3, 6 - len(str(num_tokens))))
 
 
 def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:

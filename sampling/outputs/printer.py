@@ -13,7 +13,7 @@ from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.outputs.console import clear_bar, is_tty, name_write_errors, plural, sanitize
-from sampling.outputs.jsonl import rounded_sum
+from sampling.outputs.jsonl import round_score
 from sampling.samples import Piece, Prompt, Result, Score
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ class Printer:
 
     def add_to_total(self, score: Score) -> None:
         # A resumed run has the rounded numbers, too.
-        self.sums.append((score.num_tokens, score.num_bytes, rounded_sum(score)))
+        logprob = round_score(score.cumulative_logprob, score.num_tokens)
+        self.sums.append((score.num_tokens, score.num_bytes, logprob))
 
     def print_total(self) -> None:
         """Print the score of all texts together, if there were several."""
@@ -100,10 +101,10 @@ class Printer:
 
 
 def summary(num_tokens: int, num_bytes: int, logprob: float) -> str:
-    """How many tokens were scored, and how likely they are. logprob: rounded, as in out_file."""
+    """How many tokens were scored, and how likely they are."""
     if not num_tokens:
         return "a single token, and no token comes before it"
-    nats = 0.0 - logprob / num_tokens
+    nats = 0.0 - round_score(logprob, num_tokens) / num_tokens # as in out_file
     bits = nats * num_tokens / math.log(2) / max(1, num_bytes)
     perplexity = math.exp(nats) if nats < 700 else math.inf # there is no larger float
     noun = "token" if num_tokens == 1 else "tokens"
