@@ -46,7 +46,6 @@ def test_samples_are_those_of_the_script(generator, run_script):
      r"prompts\[1\]: a prompt must be a str; got \[1, 2\]$"),
     (dict(prompts=5), TypeError, "a prompt must be a str; got 5$"),
     (dict(prompts=["A", ""]), ValueError, r"prompts\[1\]: a prompt is empty"),
-    (dict(prompts=[""]), ValueError, "a prompt is empty"),
     (dict(prompts=["A"] * 5000 + ["é"]), ValueError, r"prompts\[5000\]: .*'é'"),
     (dict(params={"seed": 1}), TypeError, r"params must be a SamplingParams; got \{'seed': 1\}$"),
     (dict(max_length=5), TypeError,
@@ -77,11 +76,7 @@ def test_the_repr_of_a_generator_describes_its_model(generator):
 
 def test_a_sample_as_a_dict_has_its_text(generator):
     sample, = generator.generate("ROMEO:", PARAMS)
-    fields = asdict(sample)
-    assert fields["text"] == sample.text != ""
-    assert sample.text == "".join(token.text for token in sample.tokens)
-    assert fields["prompt"]["text"] == "ROMEO:"
-    assert fields["finish_reason"] == "length"
+    assert asdict(sample)["text"] == sample.text != ""
 
 
 def test_pickling_a_model_says_to_load_it_in_each_process(generator):

@@ -46,7 +46,7 @@ def test_a_cpu_gets_the_kernels_in_float32_and_int8_unless_the_run_is_short(
 
 
 @pytest.mark.parametrize("num_samples, batch_size, expected", [
-    (10, None, 500), (64, None, 500), (65, None, 1000), (10, 4, 1500), (None, 4, None)])
+    (64, None, 500), (65, None, 1000), (10, 4, 1500), (None, 4, None)])
 def test_the_steps_of_a_run_are_those_of_full_batches(num_samples, batch_size, expected):
     assert count_steps(num_samples, 500, batch_size) == expected
 

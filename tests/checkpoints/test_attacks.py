@@ -113,17 +113,13 @@ def test_numbas_settings_in_the_working_directory_are_not_applied(
 
 # ---- pickles that would crash the process, hang it, or fill its memory
 
-DEEP = b")" + b"\x85" * 10**5 # its hash would overflow the stack of C
 # Each tuple holds the one before twice: its hash would take hours.
 NESTED = b")q\1" + b"h\1\x86q\1" * 40
 NESTED_KEYS = { # through which a nested value could become a key, or a part of one
     "itself": NESTED,
-    "a-part-of-a-tuple": NESTED + b"\x85",
     "of-a-note": call("some thing", NESTED),
     "as-bytes": call("_codecs encode", NESTED, "latin1"),
     "as-a-scalar": call("numpy.core.multiarray scalar", call("numpy dtype", NESTED), "x"),
-    "as-a-shape": tensor(NESTED, b"h\1"),
-    "as-an-offset": tensor((1,), offset=NESTED),
     "as-a-record": tensor((1,), key=NESTED),
 }
 
@@ -142,7 +138,6 @@ BOMBS = { # the piece of pickle, a part of the error line
     "memo": (b"]r\x00\x00\x00\x10", NO_TENSORS),
     "bytes": (b"\x8e" + struct.pack("<Q", 2**40), DAMAGED),
     "bytearray-by-a-call": (call("builtins bytearray", 3 * 10**9), NO_TENSORS),
-    "key": (b"}" + DEEP + b"Ns", KEYS),
     "key-of-DICT": (b"(" + NESTED + b"Nd", KEYS),
     "in-a-set": (b"\x8f(" + NESTED + b"\x90", NO_TENSORS),
     "long-number": (b"}" + value(2**65) + b"Ns", KEYS),
@@ -188,11 +183,9 @@ def test_hostile_pickles_are_refused(piece, message, attack, valid_checkpoint, t
 
 
 ONE = torch.ones(1)
-VIEWS = dict.fromkeys(map(str, range(1000)), torch.ones(2**20))
 
 
 @pytest.mark.parametrize("tensors, model_args, message", [
-    (VIEWS, {}, "claims tensors of"),
     ({f"transformer.h.{i}.x": ONE for i in range(5000)}, {}, "at most 4096 may be"),
     ({"\x1b[31m\n\r\x07\x9b" * 9: ONE}, {}, ""),
     ({}, {"vocab_size": 2**31 - 1}, ""),
@@ -283,8 +276,6 @@ def test_hostile_files_of_hugging_face_are_refused(name, attack, tmp_path):
     ("config.json", "/dev/zero"),
     ("model.safetensors", "fifo"),
     ("model.safetensors", "/etc/passwd"),
-    ("ckpt.pt", "/dev/zero"),
-    ("ckpt.pt", "/etc/passwd"),
 ])
 def test_links_to_other_files_are_refused_and_their_content_is_not_printed(
         name, target, attack, tmp_path):

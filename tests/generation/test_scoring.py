@@ -76,7 +76,6 @@ def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
 @pytest.mark.parametrize("text, num_first", [
     ("Hello you", 5),
     ("日本語のテキスト", 2),
-    ("🙂 hello", 2),
     ("\ufeffMy lord", 1),
 ], ids=ascii)
 def test_a_score_counts_the_bytes_of_the_scored_tokens(

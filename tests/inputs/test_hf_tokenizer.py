@@ -156,9 +156,7 @@ NO_MERGE = "cannot read .*its merge .* does not fit its vocabulary"
 
 @pytest.mark.parametrize("parts, model, message", [
     ({}, {"merges": [["a", "b"], ["ab", "a"]]}, NO_MERGE),
-    ({}, {"merges": [["b", "x"]]}, NO_MERGE),
     ({}, {"merges": ["a b"], **PREFIX}, NO_MERGE),
-    ({}, {"merges": ["a ##a"], **PREFIX}, NO_MERGE),
     ({}, {"merges": ["ab"]}, "cannot read .*damaged or incomplete"),
     ({}, {"vocab": {"a": 0, "b": 0, "ab": 1}},
      "cannot read .*its vocabulary .* gives two tokens the same id"),
@@ -174,9 +172,8 @@ def test_a_damaged_vocabulary_and_an_error_of_the_library_are_one_line(
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt"])
-def test_a_huge_file_is_refused_before_it_takes_the_memory(name, tmp_path):
-    path = tmp_path / name
+def test_a_huge_file_is_refused_before_it_takes_the_memory(tmp_path):
+    path = tmp_path / "vocab.txt"
     with open(path, "wb") as file:
         file.truncate(2**36) # of zeros that take no place
     with pytest.raises(ValueError, match=f"cannot read {path}: it has more than 67108864 bytes"):

@@ -34,7 +34,6 @@ def exit_status(error, **options):
     (FileNotFoundError("two\n  lines"), 2, "error: two lines\n"),
     (ValueError("a\x1b[2Jb\x9bc\u202ad\u2069"), 2, "error: a\u241b[2Jb\ufffdc\ufffdd\ufffd\n"),
     (ValueError("x" * 9999), 2, f"error: {'x' * 1500} ... {'x' * 1500}\n"),
-    (BrokenPipeError(), 141, ""),
     (KeyboardInterrupt(), 130, ""), # in a notebook
     (MemoryError(), 1, OUT_OF_MEMORY.format("no details available")),
     (RuntimeError("can't allocate memory"), 1, OUT_OF_MEMORY.format("can't allocate memory")),

@@ -25,14 +25,12 @@ def sample(logits, seed=1, ids=None, **settings):
 
 @EVERYWHERE
 @pytest.mark.parametrize("settings", [
-    dict(temperature=0.8),
     dict(temperature=3.0, top_k=3),
     dict(temperature=0, top_k=20),
     dict(top_k=1000), # all that there are
     dict(top_k=0),
     dict(top_k=20, min_p=0.2),
     dict(repetition_penalty=1.4),
-    dict(top_k=20, top_p=0.7),
     dict(top_p=0.9, min_p=0.01),
     dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=1.5),
 ], ids=str)
@@ -65,8 +63,6 @@ def test_a_row_gets_the_same_token_whatever_the_others_are(full_vocabulary):
     (dict(top_p=0.81), [0, 1, 3]),
     (dict(top_p=1e-9), [1]),
     (dict(min_p=1), [1]),
-    (dict(min_p=0.2), [0, 1, 3]),
-    (dict(top_k=1), [1]),
 ], ids=str)
 def test_unlikely_tokens_are_left_out(settings, expected):
     logits = torch.tensor([0.3, 0.5, 0.05, 0.15]).log().expand(2000, -1)
@@ -113,8 +109,6 @@ def test_in_their_own_dtype_logits_give_nanogpts_tokens(dtype):
     expected = reference_token(logits, NO_IDS, **settings, in_own_dtype=True)
     found = sample(logits, **settings, full_vocabulary=True, in_logits_dtype=True)
     assert torch.equal(found, expected)
-    if dtype == torch.bfloat16: # the largest difference
-        assert not torch.equal(sample(logits, **settings), expected)
 
 
 @pytest.mark.parametrize("settings", [

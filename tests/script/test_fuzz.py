@@ -36,8 +36,8 @@ KNOWN = "|".join([
     ".* is not a settings file"])
 
 odd = st.sampled_from([
-    "", "None", "none", "true", "off", "nan", "-inf", "1e999", "{{}}", "{[]: 1}", "{1, 2",
-    "(" * 3000, "-" * 3000, "1_0", "9" * 5000, "'\\0'", '"\\n"', "'a' 'b'", "b'a'", "f'{1}'",
+    "", "none", "true", "off", "1e999", "{{}}", "{[]: 1}", "{1, 2",
+    "(" * 3000, "-" * 3000, "1_0", "9" * 5000, "'\\0'", '"\\n"', "'a' 'b'", "f'{1}'",
     "LINES:", "a=b", "cuda:1"])
 numbers = st.floats(0, 2) | st.integers(-1, 10**10)
 values = literals | odd | st.text(max_size=8) | numbers.map(str)

@@ -31,12 +31,11 @@ def flags(settings):
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 3])
-def test_samples_equal_nanogpts_with_any_batch_size(run_script, char_checkpoint, batch_size):
+def test_samples_in_batches_equal_nanogpts(run_script, char_checkpoint):
     settings = dict(start="The ", num_samples=4, max_new_tokens=30, top_k=30, temperature=0.9,
                     seed=-5)
     done = run_script(f"--out_dir={char_checkpoint}", *flags(settings), "--device=cpu",
-                      f"--batch_size={batch_size}")
+                      "--batch_size=3")
     assert done.stdout == nanogpt_output(make_gpt(), **settings), done.stderr
 
 
@@ -152,13 +151,7 @@ ERRORS = [ # arguments, the exit status, a part of the error line
     ("--start=FILE:-", 1, "is empty"),
     ("--start=JSONL:", 1,
      "error: cannot read the prompt file '': No such file or directory; JSONL: takes the path"),
-    ("--start=FILE:out", 1, "error: cannot read the prompt file 'out': Is a directory; "),
-    ("--html_file=bad.py", 1,
-     "bad.py was not written by sample.py, or its beginning was edited, so it is neither"),
     ("--start=LINES:- --watch", 1, "watch=True uses the prompts again for each checkpoint"),
-    ("--init_from=gpt2", 1,
-     "error: 'gpt2' is no folder here, and did not come from the Hugging Face hub ("),
-    ("--init_from=out", 1, "out is no Hugging Face model; out holds ckpt.pt; pass --out_dir=out"),
 ]
 
 
