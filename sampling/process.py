@@ -29,7 +29,6 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-CPUINFO = Path("/proc/cpuinfo")
 OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
     "|failed to map segment" # of a library
@@ -190,22 +189,6 @@ def check_fork() -> None:
                            "threads do not survive a fork: load it after the fork (gunicorn: "
                            "without --preload), or start the process with "
                            'multiprocessing.get_context("spawn")')
-
-
-def prefers_onednn() -> bool:
-    """Whether this is an AMD processor with AVX-512. There, oneDNN multiplies two to four times as
-    fast as MKL, which torch prefers. On others, both are as fast.
-
-    If so, let oneDNN keep its plans for 64 numbers of rows or the like, not for 1,024: each takes
-    a megabyte.
-    """
-    with suppress(OSError), CPUINFO.open() as file: # only Linux has it
-        first_core = file.read(4096)
-        if "AuthenticAMD" in first_core and "avx512f" in first_core:
-            limits = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-            os.environ |= limits | os.environ # the user's own are kept
-            return True
-    return False
 
 
 def cpu_limits() -> Iterator[int]:

@@ -65,28 +65,6 @@ def test_waiting_threads_spin_unless_other_programs_use_half_of_the_cores(
         [True] if spin_count == "0" else [])
 
 
-ZEN_5 = "vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f\n"
-
-
-@pytest.mark.parametrize("cpuinfo, variables, sizes", [
-    (ZEN_5, {}, ["64", "64"]),
-    (ZEN_5, {"LRU_CACHE_CAPACITY": "9"}, ["9", "64"]),
-    (ZEN_5.replace("avx512f", ""), {}, None),
-    (ZEN_5.replace("AuthenticAMD", "GenuineIntel"), {}, None),
-    (None, {}, None), # not Linux
-])
-def test_onednn_multiplies_on_amd_with_avx512_and_keeps_little_unless_the_user_chose(
-        cpuinfo, variables, sizes, tmp_path, monkeypatch):
-    path = tmp_path / "cpuinfo"
-    if cpuinfo:
-        path.write_text(cpuinfo)
-    monkeypatch.setattr(process, "CPUINFO", path)
-    monkeypatch.setattr(os, "environ", variables)
-    assert process.prefers_onednn() == bool(sizes)
-    assert [*map(variables.get, ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"))] == (
-        sizes or [None, None])
-
-
 # A made-up /sys/fs/cgroup. The process is in a group of its own inside the container's.
 CONTAINER = {
     "own": "4:misc:/\n0::/box/job",
