@@ -54,7 +54,8 @@ def as_checkpoint(model):
 
 def nanogpt_args(config):
     """The model_args that nanoGPT's train.py would save; in nanoGPT, each head is tied."""
-    names = [*SHAPE] if config.tie_word_embeddings else [*SHAPE, "tie_word_embeddings"]
+    is_tied = getattr(config, "tie_word_embeddings", True)
+    names = [*SHAPE] if is_tied else [*SHAPE, "tie_word_embeddings"]
     return {name: getattr(config, name) for name in names}
 
 

@@ -29,8 +29,8 @@ for argument in "--start=The", "--temprature=1", "--seed=5", "--start=The":
     except SystemExit as end:
         print("status", end.code)
         kept.append(end)
-from model import GPT
-print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, GPT)
+from model import NAME
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, NAME)
 """
 
 
@@ -84,7 +84,7 @@ assert {variable!r} in os.environ
 @pytest.fixture
 def nanogpt(tmp_path):
     """A folder like nanoGPT's: with a model.py, and a configurator.py that its scripts execute."""
-    (tmp_path / "model.py").write_text("GPT = 'its own'\n")
+    (tmp_path / "model.py").write_text("NAME = 'its own'\n")
     (tmp_path / "configurator.py").write_text("print(learning_rate)\n")
     training = "learning_rate = 1\nexec(open('configurator.py').read())\nprint('training')\n"
     (tmp_path / "train.py").write_text(training)
