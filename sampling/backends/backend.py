@@ -19,8 +19,9 @@ from sampling.model import GPT, GPTConfig, KVCache
 from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
-# With AVX-512, torch's oneDNN multiplies at least as fast as its MKL, and on AMD's processors two
-# to four times as fast. torch calls the operator private, and may rename it.
+# On an AMD Zen 5 with AVX-512, torch's oneDNN multiplies two to four times as fast as its MKL.
+# Small models, and Intel's processors, were not measured with it. torch calls the operator private,
+# and may rename it.
 has_fast_onednn = (torch.backends.cpu.get_cpu_capability().startswith("AVX512")
                    and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
 # It keeps a plan of about a megabyte for each number of rows, of which a run may have hundreds.
