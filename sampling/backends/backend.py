@@ -121,19 +121,18 @@ class Backend:
         return num_tokens * (cache_bytes + window_bytes) + logits_bytes
 
 
-def many_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear for many rows (..., I), in float32 on a CPU."""
-    if has_fast_onednn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+def many_rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear for many rows (..., I), on a CPU; quicker in float32."""
+    if has_fast_onednn and input.dtype == weight.dtype == torch.float32:
+        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return F.linear(input, weight, bias)
 
 
 class ManyRows(TorchFunctionMode):
     """Lets the Linears of any model compute with many_rows_linear."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        is_ours = func is F.linear and args[0].dtype == torch.float32
-        return (many_rows_linear if is_ours else func)(*args, **kwargs or {})
+        return (many_rows_linear if func is F.linear else func)(*args, **kwargs or {})
 
 
 def compiled(model: GPT) -> Callable[..., Any]:

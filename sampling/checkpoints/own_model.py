@@ -119,11 +119,12 @@ def announce(path: Path, gpt: nn.Module) -> None:
     advice = ""
     with suppress(TypeError, OSError): # the file of the class is unknown
         source = read_source(Path(inspect.getfile(type(gpt))))
-        source.warn_of_generate()
-        if not source.differences:
+        if source:
+            source.warn_of_generate()
+        if source and not source.differences:
             advice = (", although it is nanoGPT's own: without model_file, this project's kernels "
                       "run it much faster")
-        elif ARITHMETIC.isdisjoint(source.differences):
+        elif source and ARITHMETIC.isdisjoint(source.differences):
             advice = (f"; if its edits ({', '.join(source.differences):.100}) change no logits, "
                       f"--model_file={NANOGPT} is much faster")
     logger.info(f"{path} runs itself, the whole window for each token, as in nanoGPT{advice}")

@@ -89,6 +89,15 @@ def test_a_warning_says_that_an_edited_generate_is_not_called_where_the_class_is
     assert "gpt.py: its generate was edited, and is not called" in sample(OWN).stderr
 
 
+def test_a_class_of_another_name_in_another_file_runs_itself(fork, sample):
+    path = fork(*OTHERS["SiLU"])
+    text = fork_text(path)
+    source = path.read_text().replace("GPTConfig", "Config").replace("GPT", "Net")
+    path.with_name("net.py").write_text(source)
+    path.write_text("from net import Config as GPTConfig, Net as GPT\n")
+    assert sample(OWN).stdout == text
+
+
 BAD = [ # a part of model.py, what takes its place, and what the error says after its name
     (OURS, "import nothing_here",
      ", line 1: import: ModuleNotFoundError: No module named 'nothing_here'"),
@@ -207,9 +216,13 @@ def test_a_program_loads_a_changed_file_anew_and_two_files_do_not_meet(fork, tmp
     assert torch.equal(state, torch.get_rng_state()), "a program's own random numbers stay"
 
 
-def test_samples_that_share_a_batch_use_the_quicker_product(fork, sample, monkeypatch):
-    path = fork(*OTHERS["SiLU"])
-    product = Mock(side_effect=torch.nn.functional.linear)
+@pytest.mark.parametrize("head", [
+    "self.lm_head(x)", "F.linear(x, self.lm_head.weight)",
+    "F.linear(input=x, weight=self.lm_head.weight)", "F.linear(x, self.lm_head.weight.T.clone().T)",
+])
+def test_samples_that_share_a_batch_use_the_quicker_product(fork, sample, monkeypatch, head):
+    path = fork(HEAD, f"return {head}, None")
+    product = Mock(wraps=backend.many_rows_linear)
     monkeypatch.setattr(backend, "has_fast_onednn", True)
     monkeypatch.setattr(backend, "many_rows_linear", product)
     assert sample(OWN, "--batch_size=1").stdout == fork_text(path)
