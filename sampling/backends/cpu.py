@@ -22,8 +22,10 @@ from sampling.process import has_numba
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
-# With more rows, torch's products are as fast in float32, or faster.
+# With more rows, torch's products are as fast in float32, or faster. With still more, this pays for
+# rounding int8 weights back to float32.
 MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64
+MAX_INT8_KERNEL_ROWS = 512
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 MIN_DRAFT_PARAMS = 50_000_000 # of a model whose steps wait for memory
 MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
@@ -52,8 +54,10 @@ class Linear:
     def __call__(self, x: np.ndarray, gelu: str | None = None,
                  residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:
         """(R, I) -> (R, O). The residual has the shape of the result."""
-        if len(x) > MAX_KERNEL_ROWS and self.weight.dtype == np.float32:
-            y = many_rows_linear(*map(torch.from_numpy, (x, self.weight, self.bias)))
+        is_float32 = self.weight.dtype == np.float32
+        if len(x) > (MAX_KERNEL_ROWS if is_float32 else MAX_INT8_KERNEL_ROWS):
+            weight = self.weight if is_float32 else self.weight * self.scales[:, None]
+            y = many_rows_linear(*map(torch.from_numpy, (x, weight, self.bias)))
             if gelu:
                 y = F.gelu(y, approximate=gelu)
             if residual.size:
