@@ -29,14 +29,9 @@ if not __name__.endswith("configurator"):
              "restores its files")
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "True or False",
-    "str": "text",
-    "list": "a list",
-    "NoneType": "None",
+    "int": "a whole number", "float": "a number", "bool": "True or False", "str": "text",
+    "list": "a list", "NoneType": "None",
 }
-IS_COMMENT_BELOW = re.compile(r" +#") # the rest of a comment at the end of a line
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 
@@ -102,7 +97,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
         for name in getattr(error, "names", ()):
             if name in files:
                 raise ValueError(f"{files[name]}: {error}") from None
-        raise ValueError(str(error)) from None
+        raise
     if changes:
         shown = [f"{name}={value!r:.100}" for name, value in changes.items()]
         logger.info(f"settings: {', '.join(shown)}")
@@ -128,19 +123,17 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         default = ast.literal_eval(node.value)
+        types = type(default).__name__
         if isinstance(node, ast.AnnAssign):
-            target = node.target
-            types = ast.unparse(node.annotation).replace("None", "NoneType").split(" | ")
-        else:
-            target = node.targets[0]
-            types = [type(default).__name__]
+            types = ast.unparse(node.annotation).replace("None", "NoneType")
         above = lines[max(0, node.lineno - 2)]
         if above.startswith("#"):
             group = above.strip("# ")
         comment = [lines[node.end_lineno - 1][node.end_col_offset:]]
-        comment += takewhile(IS_COMMENT_BELOW.match, lines[node.end_lineno:])
-        comment = " ".join(line.strip().removeprefix("#").strip() for line in comment)
-        settings[target.id] = Setting(types, default, comment, group)
+        comment += takewhile(re.compile(" +#").match, lines[node.end_lineno:])
+        comment = " ".join(line.strip("# ") for line in comment)
+        target, = getattr(node, "targets", None) or [node.target]
+        settings[target.id] = Setting(types.split(" | "), default, comment, group)
     return settings
 
 
@@ -159,10 +152,8 @@ def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
     """
     width = min(max(width, 40), 120)
     group = ""
-    paragraphs = doc.strip().split("\n\n")
-    for i, text in enumerate(paragraphs):
-        if not text.startswith(" "):
-            paragraphs[i] = textwrap.fill(text, width)
+    paragraphs = [text if text.startswith(" ") else textwrap.fill(text, width)
+                  for text in doc.strip().split("\n\n")]
     lines = ["\n\n".join(paragraphs), "", "Settings, with their defaults:"]
     flags = {name: f"  {to_argument(name, setting)}  " for name, setting in settings.items()}
     indent = min(max(map(len, flags.values())), width // 2)
@@ -242,10 +233,7 @@ def parse_item(name: str, text: str) -> str:
 
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
-    """Return value if it has one of these types, or a float for an int.
-
-    The error names label and shows given.
-    """
+    """The value, if it has one of these types; a float for an int. label, given: for the error."""
     try:
         value = plain(value)
     except RecursionError:
@@ -255,7 +243,7 @@ def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
         value = float(value)
     if type(value).__name__ in types:
         return value
-    allowed = " or ".join(TYPE_NAMES[name] for name in types)
+    allowed = " or ".join(map(TYPE_NAMES.get, types))
     raise ValueError(f"{label} takes {allowed}, got {given!r:.100}")
 
 
@@ -288,9 +276,7 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     if not os.path.exists(path):
         found = os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
-        source = b"\0" # for a folder
-        if not os.path.isdir(found):
-            source = Path(found).read_bytes()
+        source = b"\0" if os.path.isdir(found) else Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte
         reason = getattr(e, "strerror", e)
         raise ValueError(f"cannot read the settings file {path!r:.200}: {reason}; give settings as "
@@ -328,13 +314,11 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
         with import_from(os.getcwd()), redirect_stdout(sys.stderr):
             exec(code, names)
     except (Exception, SystemExit) as e: # SystemExit would end the script without a message
-        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
-                 if frame.filename == path]
+        numbers = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
+                   if frame.filename == path]
         if isinstance(e, SyntaxError):
-            lines = [e.lineno]
-        where = path
-        if lines and lines[-1]:
-            where = f"{path}, line {lines[-1]}"
+            numbers = [e.lineno]
+        where = f"{path}, line {numbers[-1]}" if numbers and numbers[-1] else path
         raise ValueError(f"{where}: {type(e).__name__}: {e!s:.300}; a settings file is Python that "
                          "assigns settings") from None
     others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
@@ -355,8 +339,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
 
 def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {},
             prefixes: bool = True) -> str:
-    """Return '; did you mean x?' for an alias, or a setting that starts with name (if prefixes) or
-    is similar to it.
+    """'; did you mean x?', for an alias, or a setting that begins with name (if prefixes) or is
+    similar to it; '' if there is none.
     """
     found = []
     if name in aliases:

@@ -31,8 +31,8 @@ from sampling.samples import Prompt, Sample
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
-SCRIPT = f"{sampling.__path__[-1]}/sample.py" # it lies beside model.py: see sampling/__init__.py
-SETTINGS = find_settings(SCRIPT)
+# sample.py lies beside model.py: see sampling/__init__.py.
+SETTINGS = find_settings(f"{sampling.__path__[-1]}/sample.py")
 # The settings that a command may change, and their types.
 TYPES = {name: setting.types for name, setting in SETTINGS.items()
          if name == "show_probs" or hasattr(SamplingParams, name)}
@@ -223,9 +223,6 @@ class Session:
         else:
             COMMANDS[name](self)
 
-    def show_help(self) -> None:
-        logger.info(HELP)
-
     def show_settings(self, names: Iterable[str] = TYPES) -> None:
         values = {**vars(self.params), "show_probs": self.show_probs}
         logger.info("\n".join(f"{name}={values[name]!r}" for name in names))
@@ -295,18 +292,14 @@ class Session:
 
 
 COMMANDS = {
-    "help": Session.show_help,
-    "h": Session.show_help,
-    "?": Session.show_help,
+    **dict.fromkeys(["help", "h", "?"], lambda session: logger.info(HELP)),
     "settings": Session.show_settings,
     "again": Session.sample_again,
     "continue": Session.continue_last,
     "score": Session.print_scores,
     "save": Session.save,
     "reload": Session.reload,
-    "quit": Session.quit,
-    "q": Session.quit,
-    "exit": Session.quit,
+    **dict.fromkeys(["quit", "q", "exit"], Session.quit),
 }
 
 
@@ -337,8 +330,7 @@ def setting_value(name: str, text: str) -> Any:
 def complete(line: str, index: int) -> str | None:
     """For readline: the command with this index that begins with line. In a prompt, a tab."""
     names = [f":{name}" for name in [*COMMANDS, *TYPES]]
-    commands = [name for name in names if name.startswith(line)]
-    matches = commands or [f"{line}\t"]
+    matches = [name for name in names if name.startswith(line)] or [f"{line}\t"]
     return matches[index] if index < len(matches) else None
 
 

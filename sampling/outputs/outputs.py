@@ -18,7 +18,7 @@ from sampling.outputs.jsonl import (
     rounded,
     run_settings,
 )
-from sampling.outputs.printer import RULE, Printer, Progress
+from sampling.outputs.printer import RULE, LinePrinter, Printer, Progress
 from sampling.params import Settings, is_same_file
 from sampling.process import END_SIGNALS, peak_memory
 from sampling.samples import Piece, Result, Score
@@ -133,8 +133,11 @@ class Outputs:
         self.device = gpt.backend.device
         kept = run_settings(settings, self.device.type, gpt.backend.dtype_name)
         self.run = Run(checkpoint_id(gpt), kept)
-        self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams_always=False)
-        self.streams = self.printer.streams and not files.prints_lines
+        if files.prints_lines:
+            self.printer = LinePrinter(gpt.tokenizer, self.run.line)
+        else:
+            self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams_always=False)
+        self.streams = self.printer.streams
         # On a terminal, name the checkpoint. A file or a pipe gets only samples.
         if self.watch and self.streams:
             self.printer.write(f"{gpt.checkpoint.describe()}\n{RULE}\n")
@@ -171,10 +174,7 @@ class Outputs:
         if sample.finish_reason and self.files.lines:
             self.files.lines.write(self.run.line(sample))
         self.progress.update(sample)
-        if not self.files.prints_lines:
-            self.printer.update(sample, pieces)
-        elif sample.finish_reason:
-            self.printer.write(self.printer.make_safe(self.run.line(sample).decode()))
+        self.printer.update(sample, pieces)
 
     def finish(self) -> None:
         """Write the page, and print the number of samples, or the sums of all scores.
@@ -184,8 +184,7 @@ class Outputs:
         if self.error:
             raise self.error
         self.files.write_page()
-        if not self.files.prints_lines:
-            self.printer.print_total()
+        self.printer.print_total()
         self.progress.close(peak_memory(self.device))
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
@@ -98,6 +98,22 @@ class Printer:
         clear_bar()
         with name_write_errors("standard output"):
             print(text, end="", flush=True)
+
+
+class LinePrinter(Printer):
+    """Prints a line of JSON for each finished sample or score, and nothing else. line: makes it."""
+
+    def __init__(self, tokenizer: Tokenizer, line: Callable[[Result], bytes]):
+        super().__init__(tokenizer)
+        self.streams = False
+        self.line = line
+
+    def update(self, sample: Result, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
+        if sample.finish_reason:
+            self.write(self.make_safe(self.line(sample).decode()))
+
+    def print_total(self) -> None:
+        """A total would be no line of JSON."""
 
 
 def summary(num_tokens: int, num_bytes: int, logprob: float) -> str:
