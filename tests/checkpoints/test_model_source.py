@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from forks import EQUAL, HARMLESS, OTHERS, OURS, edit
+from models import make_gpt, save_checkpoint
 from project import PROJECT
 from sampling.checkpoints import model_source
 from script_process import run_program
@@ -144,3 +145,16 @@ def test_a_model_py_counts_near_out_dir_and_in_a_clone(fork, sample, run_script,
     (tmp_path / "train.py").unlink()
     path.rename(tmp_path / "runs/model.py")
     assert sample("--out_dir=runs/a/b").returncode == 0, "too far away"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_that_drops_while_it_samples_needs_the_file_unless_dropout_is_0(
+        tmp_path, sample, monkeypatch, dropout):
+    """The digest of this project's attention stands for that of nanoGPT's from March 2023."""
+    *_, ours = model_source.KNOWN["CausalSelfAttention"].split()
+    monkeypatch.setattr(model_source, "DROPS_WHILE_SAMPLING", ours)
+    edit(tmp_path, "", "")
+    save_checkpoint(tmp_path / "out", make_gpt(dropout=dropout))
+    done = sample()
+    assert done.returncode == bool(dropout)
+    assert ("differs in dropout while it samples" in done.stderr) == bool(dropout)
