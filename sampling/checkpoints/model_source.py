@@ -54,8 +54,12 @@ KNOWN = {
 ARITHMETIC = {"GPT.forward", "Block", "CausalSelfAttention", "LayerNorm", "MLP"}
 # Attention as it was for some weeks until April 2023.
 DROPS_WHILE_SAMPLING = "64f8f9a8"
-# Functions whose calls, as statements, change no logits.
-HARMLESS = re.compile(r"print|(warnings|logging|sys|os)(\.\w+)+")
+# Functions, also as decorators, whose calls change no logits.
+HARMLESS = re.compile(
+    r"print|len|int|float|str|bool|dict|list|set|tuple|range|min|max|getattr|hasattr|Path"
+    r"|classmethod|staticmethod|property|(dataclasses\.)?(dataclass|field)"
+    r"|(warnings|logging|sys|os|re|math|time|functools|typing)(\.\w+)+"
+    r"|torch\.(device|tensor|no_grad|inference_mode|cuda\.\w+)")
 # What a file may import that changes no logits, unless it is a neighbour of that name.
 HARMLESS_MODULES = {"torch", "numpy", *sys.stdlib_module_names}
 
@@ -77,11 +81,12 @@ class ModelSource(NamedTuple):
     def reject(self, differences: list[str]) -> None:
         """Raises ValueError if there are differences."""
         if differences:
+            # A package is run by the name of its folder.
+            path = self.path.parent if self.path.stem == "__init__" else self.path
             raise ValueError(
-                f"{self.path} is not nanoGPT's model.py (it differs in "
-                f"{', '.join(differences):.300}); if the checkpoint was trained with it, pass "
-                f"--model_file={quote(str(self.path))}, which runs it; if with nanoGPT's own, pass "
-                f"--model_file={NANOGPT}")
+                f"{path} is not nanoGPT's model.py (it differs in {', '.join(differences):.300}); "
+                f"if the checkpoint was trained with it, pass --model_file={quote(str(path))}, "
+                f"which runs it; if with nanoGPT's own, pass --model_file={NANOGPT}")
 
 
 def is_edited() -> bool:
@@ -100,9 +105,10 @@ def require_unedited() -> None:
 
 
 def find_source(checkpoint: Path) -> ModelSource:
-    """The model.py that belongs to a ckpt.pt: in its folder, in the parent of that, or in the
-    working directory if the file lies in it, or if a train.py is there. If no file there has a GPT,
-    it is nanoGPT's newest. Raises ValueError if it is edited.
+    """The model.py that belongs to a ckpt.pt, or the package model, which Python prefers: in its
+    folder, in the parent of that, or in the working directory if the file lies in it, or if a
+    train.py is there. If no file there has a GPT, it is nanoGPT's newest. Raises ValueError if it
+    is edited.
     """
     folders = []
     for file in Path(os.path.abspath(checkpoint)), checkpoint.resolve(): # one may be a link
@@ -111,7 +117,8 @@ def find_source(checkpoint: Path) -> ModelSource:
             folders.append(Path.cwd())
     if Path("train.py").is_file(): # a clone of nanoGPT, whose out_dir may lie anywhere
         folders.append(Path.cwd())
-    for path in [folder / "model.py" for folder in dict.fromkeys(folders)]:
+    names = "model/__init__.py", "model.py"
+    for path in [folder / name for folder in dict.fromkeys(folders) for name in names]:
         source = read_source(path) if path.is_file() else None
         if source:
             source.reject(source.differences)
@@ -135,8 +142,8 @@ def read_source(path: Path) -> ModelSource | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # about unknown escapes
             body = ast.parse(content).body
-        # An import of * may bind it, too.
-        if not re.search(r"'(GPT|\*)'", canonical(body)):
+        # An import of *, a function __getattr__ and sys.modules may bind it, too.
+        if not re.search(r"'(GPT|\*|__getattr__|modules)'", canonical(body)):
             return None
         return compare(path, find_bindings(body))
     except (OSError, ValueError, SyntaxError, MemoryError, RecursionError) as error:
@@ -148,12 +155,13 @@ def read_source(path: Path) -> ModelSource | None:
 
 def find_bindings(body: list[ast.stmt]) -> dict[str, list[Any]]:
     """What the statements of a module bind each name to: functions, classes, assignments, and
-    imports as their dotted names. The name * has what could bind any name, or change what lies in
-    other modules: imports of it, loops, calls and assignments to parts. The name import has all
-    imports.
+    imports as their dotted names. The name * has what could bind any name, or change what is bound
+    elsewhere: imports of it, loops, and what has_effects. The name import has all imports.
     """
     bindings = defaultdict(list)
     for node in body:
+        if has_effects(node):
+            bindings["*"].append(node)
         if is_inert(node):
             continue
         match node:
@@ -174,9 +182,6 @@ def find_bindings(body: list[ast.stmt]) -> dict[str, list[Any]]:
                 targets = getattr(node, "targets", None) or [node.target]
                 for name in names_in(targets, "id"):
                     bindings[name].append(node)
-                parts = ast.walk(ast.Tuple(targets))
-                if any(isinstance(part, ast.Attribute | ast.Subscript) for part in parts):
-                    bindings["*"].append(node)
             case ast.If() | ast.Try():
                 for name, values in find_bindings(statements(node)).items():
                     bindings[name] += values
@@ -195,6 +200,29 @@ def statements(node: ast.If | ast.Try) -> list[ast.stmt]:
     return found
 
 
+def has_effects(node: ast.stmt) -> bool:
+    """Whether a statement calls what is not harmless, or assigns to a part of an object, while the
+    file is imported: in a value, a decorator, the body of a class or a default, but not in the body
+    of a function. That of an if or a try is left to its own statements.
+    """
+    waiting = [node]
+    if isinstance(node, ast.If | ast.Try):
+        waiting = [getattr(node, "test", ast.Pass())]
+    for part in waiting: # it grows
+        called = [part.func] if isinstance(part, ast.Call) else []
+        called += [name for name in getattr(part, "decorator_list", [])
+                   if not isinstance(name, ast.Call)]
+        is_part = isinstance(part, ast.Attribute | ast.Subscript)
+        is_assigned = is_part and not isinstance(part.ctx, ast.Load)
+        if is_assigned or not all(HARMLESS.fullmatch(ast.unparse(name)) for name in called):
+            return True
+        if isinstance(part, ast.FunctionDef):
+            waiting += [part.args, *part.decorator_list, part.returns or ast.Pass()]
+        else:
+            waiting += ast.iter_child_nodes(part)
+    return False
+
+
 def is_inert(node: Any) -> bool:
     """Whether this is a statement that changes no logits."""
     if isinstance(node, ast.Expr):
@@ -210,7 +238,7 @@ def is_inert(node: Any) -> bool:
 
 def compare(path: Path, bindings: dict[str, list[Any]]) -> ModelSource:
     """Compare the class GPT, and all that it uses, with what is known."""
-    waiting = ["*", "GPTConfig", "GPT"]
+    waiting = ["*", "__getattr__", "GPTConfig", "GPT"]
     found = set()
     neighbours = {file.stem for file in path.parent.iterdir()}
     differences = []
@@ -228,9 +256,9 @@ def compare(path: Path, bindings: dict[str, list[Any]]) -> ModelSource:
                 for other in sorted(names_in(part, "id")):
                     if other not in waiting and (other in KNOWN or hasattr(builtins, other)):
                         waiting.append(other)
-    others = [unit for unit in differences if unit != "GPT.generate"]
+    others = [unit for unit in dict.fromkeys(differences) if unit != "GPT.generate"]
     return ModelSource(path, others,
-                       edits_generate=len(others) < len(differences),
+                       edits_generate="GPT.generate" in differences,
                        gelu="tanh" if "new_gelu" in waiting else "none",
                        drops_while_sampling=DROPS_WHILE_SAMPLING in found)
 
@@ -242,12 +270,12 @@ def units(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """
     if isinstance(value, str):
         yield name if name in KNOWN else value, value
-    elif not isinstance(value, ast.FunctionDef | ast.ClassDef):
+    elif name == "*" or not isinstance(value, ast.FunctionDef | ast.ClassDef):
         yield f"line {value.lineno}", value
     elif name == "GPTConfig":
         fields = ast.Assign | ast.AnnAssign
         yield name, [part for part in value.body if not isinstance(part, fields)]
-    elif name != "GPT":
+    elif name != "GPT" or isinstance(value, ast.FunctionDef):
         yield name, value
     else:
         methods = {part.name: part for part in value.body if isinstance(part, ast.FunctionDef)}

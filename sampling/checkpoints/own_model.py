@@ -89,14 +89,16 @@ def load_own_model(path: Path, model_args: dict,
         for needed in "GPT", "GPTConfig":
             if not hasattr(module, needed):
                 classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-                raise ValueError(f"{path} has no class {needed}, but "
-                                 f"{', '.join(classes) or 'none'}: write '{needed} = ...' in it")
+                raise ValueError(f"{path} has no class {needed}, only these classes: "
+                                 f"{', '.join(classes) or 'none'}; write '{needed} = ...' in it")
         names = ", ".join(model_args)
         torch.default_generator.manual_seed(0)
         with running(path, f"GPTConfig with the fields of the checkpoint ({names})"):
             config = module.GPTConfig(**model_args)
         with running(path, "GPT"):
             gpt = module.GPT(config)
+        if not isinstance(gpt, nn.Module):
+            raise ValueError(f"{path}: GPT must make a torch.nn.Module; got {type(gpt).__name__}")
         num_draws = count_draws(tensors)
         if num_draws is None:
             logger.warning(f"{path} sets the seed itself, so the samples are not those of "
@@ -122,8 +124,8 @@ def announce(path: Path, gpt: nn.Module) -> None:
         if source:
             source.warn_of_generate()
         if source and not source.differences:
-            advice = (", although it is nanoGPT's own: without model_file, this project's kernels "
-                      "run it much faster")
+            advice = (", although it computes what nanoGPT's own does: without model_file, this "
+                      "project's kernels run it much faster")
         elif source and ARITHMETIC.isdisjoint(source.differences):
             advice = (f"; if its edits ({', '.join(source.differences):.100}) change no logits, "
                       f"--model_file={NANOGPT} is much faster")

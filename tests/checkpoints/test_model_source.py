@@ -53,11 +53,20 @@ def test_harmless_edits_need_no_flag(fork, sample, name):
     ("for block in [Block]:\n    block.forward = None", "line"),
     ("try:\n    import fast as F\nexcept ImportError: pass", "fast"),
     ("try:\n    pass\nexcept ImportError:\n    MLP = Block", "line"),
+    ("_ = setattr(MLP, 'forward', None)", "line"),
+    ("@torch.set_default_device\ndef unused():\n    pass", "line"),
+    ("class Unused:\n    MLP.forward = None", "line"),
+    ("def unused(x=setattr(MLP, 'forward', None)):\n    pass", "line"),
+    ("def unused() -> setattr(MLP, 'forward', None):\n    pass", "line"),
+    ("assert setattr(MLP, 'forward', None)", "line"),
+    ("if setattr(MLP, 'forward', None):\n    pass", "line"),
+    ("Net = GPT\ndef GPT(config):\n    return Net(config)", "GPT"),
     ("if __name__ != '__main__':\n    MLP = Block", "line"),
     ("if __name__ == '__main__':\n    pass\nelse:\n    MLP = Block", "line"),
     ("if __name__ == '__main__':\n    MLP = Block", None),
     ("import os, sys, typing, numpy\nsys.path.append('.')", None),
-    ("def unused(x: MLP = None):\n    return MLP", None),
+    ("device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')", None),
+    ("def unused(x: MLP = None):\n    x.forward = setattr(MLP, 'forward', None)", None),
 ])
 def test_statements_count_if_they_can_change_the_model(tmp_path, statement, difference):
     (tmp_path / "colorsys.py").touch()
@@ -118,6 +127,8 @@ def test_a_strangers_model_py_beside_a_checkpoint_is_never_run(fork, sample, tmp
     ("from gpt import GPT, GPTConfig", True),
     ("from gpt import *", True),
     ("class NanoGPT: pass\nGPT = NanoGPT", True),
+    ("def __getattr__(name): return getattr(gpt, name)", True),
+    ("import sys, gpt\nsys.modules[__name__] = gpt", True),
     ("class Bigram: pass # no GPT", False),
 ])
 def test_a_model_py_counts_if_it_has_a_gpt_from_anywhere(fork, sample, tmp_path, content, counts):
@@ -145,6 +156,10 @@ def test_a_model_py_counts_near_out_dir_and_in_a_clone(fork, sample, run_script,
     (tmp_path / "train.py").unlink()
     path.rename(tmp_path / "runs/model.py")
     assert sample("--out_dir=runs/a/b").returncode == 0, "too far away"
+    package = tmp_path / "runs/a/model"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .gpt import GPT, GPTConfig")
+    assert f"error: {package} is not" in sample("--out_dir=runs/a/b").stderr
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -34,7 +34,7 @@ def test_model_file_gives_the_text_of_nanogpts_loop_over_that_file(fork, sample,
     done = sample(OWN)
     assert done.stdout == fork_text(path)
     assert "model.py runs itself" in done.stderr
-    assert ("although it is nanoGPT's own" in done.stderr) == (name in HARMLESS)
+    assert ("although it computes what nanoGPT's own does" in done.stderr) == (name in HARMLESS)
     hint = "its edits (GPT.init_weights) change no logits, --model_file=nanogpt is much faster"
     assert (hint in done.stderr) == (name == "another initialisation")
     assert ("depends on earlier calls" in done.stderr) == (name == "a counter of calls")
@@ -106,7 +106,8 @@ BAD = [ # a part of model.py, what takes its place, and what the error says afte
     (OURS, "class E(BaseException):\n    def __str__(self): raise self\nraise E",
      ", line 3: import: model.E: <exception str() failed>"),
     (OURS, "class Transformer: pass\nclass GPTConfig: pass",
-     " has no class GPT, but Transformer, GPTConfig: write"),
+     " has no class GPT, only these classes: Transformer, GPTConfig; write"),
+    (OURS, f"{OURS}\ndef GPT(config): pass", ": GPT must make a torch.nn.Module; got NoneType"),
     ("n_embd: int", "width: int", ": GPTConfig with the fields of the checkpoint (n_layer, n_"),
     ("self.init_weights()", "raise KeyError('x')", ": GPT: KeyError: 'x'"),
     ("4 * config.n_embd", "5 * config.n_embd",

@@ -142,7 +142,8 @@ def test_settings_that_only_sampling_has_are_an_error_on_the_command_line_only(s
     assert wrong.returncode == 2
     assert wrong.stdout == ""
     assert wrong.stderr == (
-        "error: score=True generates no samples: leave out num_samples, temperature, or score\n")
+        "error: score=True generates no samples: leave out score, or all of num_samples, "
+        "temperature\n")
 
 
 @pytest.mark.slow
