@@ -46,21 +46,21 @@ def all_cases(folder):
     return [
         *gpt2_cases(gpt2, 1),
         *gpt2_cases(gpt2, 10),
-        *our_cases("774M, 1 sample", folder / "774M", 1, (8, 264), [*FLOAT32, "int8"]),
+        *our_cases("774M, 1 sample", folder / "774M", 1, (104, 232), [*FLOAT32, "int8"]),
         *busy_cases(gpt2),
         *character_cases(large),
         *score_cases("init_from", gpt2, (1, 4097), folder),
         *score_cases("out_dir", large, (1, 65537), folder),
-        *threads_cases("124M int8", f"--init_from={gpt2}", 1, 1, (32, 288), dtype="int8"),
-        *threads_cases("124M int8", f"--init_from={gpt2}", 10, 1, (32, 288), dtype="int8"),
-        *threads_cases("124M float32", f"--init_from={gpt2}", 10, 1, (32, 288)),
+        *threads_cases("124M int8", f"--init_from={gpt2}", 1, 1, (56, 312), dtype="int8"),
+        *threads_cases("124M int8", f"--init_from={gpt2}", 10, 1, (56, 312), dtype="int8"),
+        *threads_cases("124M float32", f"--init_from={gpt2}", 10, 1, (56, 312)),
         *threads_cases("10.6M float32", f"--out_dir={large}", 10, 6, (40, 248)),
     ]
 
 
 def busy_cases(gpt2):
     row = "124M, 1 sample, a core busy"
-    lengths = 32, 160
+    lengths = 104, 232
     source = f"--init_from={gpt2}"
     return [
         Case(row, "Hugging Face", other("transformers", gpt2, 1), (8, 40), 1, busy=1),
@@ -100,8 +100,11 @@ def score_cases(source, model, lengths, folder):
 def gpt2_cases(gpt2, samples):
     """GPT-2 124M, by all programs. llama.cpp's Python package generates one sample at a time."""
     row = f"124M, {count(samples)}"
-    lengths = 32, 288
-    settings = [*FLOAT32] if samples == 1 else ["float32"]
+    lengths = 56, 312
+    settings = ["float32"]
+    if samples == 1:
+        lengths = 104, 360
+        settings = [*FLOAT32]
     found = [
         Case(row, "nanoGPT's loop", other("nanogpt", gpt2, 1), (4, 44), 1),
         Case(row, "Hugging Face", other("transformers", gpt2, samples), (8, 136), samples),

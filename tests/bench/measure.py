@@ -23,9 +23,9 @@ class Case:
     sample.
 
     The process is timed for two lengths. The rate is the difference in tokens divided by the
-    difference in time, so start-up and loading cancel out. sample.py uses its kernels only in runs
-    that pay for them (MIN_EAGER_SECONDS in backends/prepare.py), so its shorter length must be long
-    enough for them, if the longer one is.
+    difference in time, so start-up and loading cancel out. Both runs of sample.py must
+    be long enough for its kernels (MIN_KERNEL_STEPS in backends/prepare.py) and, with one sample of
+    a large model, for the draft (MIN_DRAFT_TOKENS in backends/cpu.py).
     """
 
     def __init__(self, row, name, command, lengths, samples, busy=0, threads=None,
