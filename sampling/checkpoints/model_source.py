@@ -202,8 +202,8 @@ def statements(node: ast.If | ast.Try) -> list[ast.stmt]:
 
 def has_effects(node: ast.stmt) -> bool:
     """Whether a statement calls what is not harmless, or assigns to a part of an object, while the
-    file is imported: in a value, a decorator, the body of a class or a default, but not in the body
-    of a function. That of an if or a try is left to its own statements.
+    file is imported: in a value, a decorator, a default or the body of a class, but not in the body
+    of a function. Of an if, only the test counts: its statements are looked at one by one.
     """
     waiting = [node]
     if isinstance(node, ast.If | ast.Try):
