@@ -30,7 +30,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """How many random examples each fuzz test tries. With the profile "hour", they are new ones."""
-    for name, count in ("quick", 20), ("slow", 200), ("hour", 30_000):
+    for name, count in ("quick", 20), ("slow", 60), ("hour", 30_000):
         settings.register_profile(
             name, max_examples=count, derandomize=name != "hour", deadline=None, database=None,
             suppress_health_check=[*HealthCheck])
@@ -42,6 +42,14 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+
+
+def pytest_make_parametrize_id(val):
+    """The name of a case has the start of its values, of all types whose text is the same in each
+    process.
+    """
+    if isinstance(val, str | bytes | list | tuple | dict | Exception | torch.dtype):
+        return ascii(val).strip("\"'")[:60]
 
 
 @pytest.fixture

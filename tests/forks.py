@@ -8,7 +8,7 @@ import torch
 
 from engines import TOKENIZER
 from models import SHAPE, save_checkpoint
-from oracles import reference_token
+from oracles import nanogpt_generate
 from project import PROJECT, RULE
 
 OURS = (PROJECT / "model.py").read_text()
@@ -144,16 +144,16 @@ def trained(path):
 def fork_text(path, device="cpu", in_bfloat16=False):
     """What nanoGPT's sample.py prints beside a model.py, with the arguments of the fixture sample.
     """
+    def last_logits(gpt, window):
+        logits = gpt(window)
+        if not isinstance(logits, torch.Tensor):
+            logits = logits[0]
+        return logits[:, -1]
     gpt = trained(path).to(device)
     text = ""
     for _ in range(3):
         idx = torch.tensor([TOKENIZER.encode("The ")], device=device)
-        for _ in range(22):
-            with torch.autocast(device, torch.bfloat16, enabled=in_bfloat16):
-                logits = gpt(idx[:, -gpt.config.block_size:])
-            if not isinstance(logits, torch.Tensor):
-                logits = logits[0]
-            token = reference_token(logits[:, -1], idx, 0.8, top_k=20, in_own_dtype=True)
-            idx = torch.cat([idx, token], dim=1)
-        text += f"{TOKENIZER.decode(idx[0].tolist())}\n{RULE}\n"
+        with torch.autocast(device, torch.bfloat16, enabled=in_bfloat16):
+            ids = nanogpt_generate(gpt, idx, 22, 0.8, 20, last_logits)[0]
+        text += f"{TOKENIZER.decode(ids.tolist())}\n{RULE}\n"
     return text

@@ -102,6 +102,16 @@ def save_meta(path, chars=CHARS):
     path.write_bytes(pickle.dumps({"vocab_size": len(chars), "itos": itos, "stoi": stoi}))
 
 
+def cached_snapshot(hub, name):
+    """A new folder for the files of this model in a cache of Hugging Face's hub."""
+    folder = hub / f"models--{name}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("1234")
+    snapshot = folder / "snapshots" / "1234"
+    snapshot.mkdir(parents=True)
+    return snapshot
+
+
 def make_transformers_gpt2(**changes):
     """A small random GPT-2 of transformers, with GPT-2's vocabulary size."""
     import transformers

@@ -100,13 +100,14 @@ def nanogpt_logits(model, window):
     return linear(norm(x, "transformer.ln_f")[:, [-1]], "lm_head")[:, -1]
 
 
-def nanogpt_generate(model, idx, max_new_tokens, temperature, top_k=None):
+def nanogpt_generate(model, idx, max_new_tokens, temperature, top_k=None,
+                     logits_of=nanogpt_logits):
     """nanoGPT's loop in any dtype, as on CUDA: use it inside autocast.
 
-    In float32, reference_generate is the same.
+    In float32, reference_generate is the same. logits_of: computes the logits of the model.
     """
     for _ in range(max_new_tokens):
-        logits = nanogpt_logits(model, idx[:, -model.config.block_size:])
+        logits = logits_of(model, idx[:, -model.config.block_size:])
         token = reference_token(logits, idx, temperature, top_k, in_own_dtype=True)
         idx = torch.cat([idx, token], dim=1)
     return idx

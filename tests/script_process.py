@@ -28,6 +28,10 @@ def run_program(*command, cwd=PROJECT, status=0, **environment):
     return done
 
 
+def run_python(*arguments, **settings):
+    return run_program(sys.executable, *arguments, **settings)
+
+
 def start_script(*arguments, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
                  new_session=False):
     """Start sample.py with the tests' environment and env. Returns a subprocess.Popen.

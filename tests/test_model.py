@@ -1,6 +1,5 @@
 """model.py: nanoGPT's model, whose KV cache changes no text. The file can be used alone."""
 import shutil
-import sys
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ import torch
 from models import SHAPE, make_gpt, random_prompt
 from oracles import nanogpt_generate
 from project import PROJECT
-from script_process import run_program
+from script_process import run_python
 
 
 def test_the_file_works_alone_in_an_empty_folder(tmp_path):
@@ -19,7 +18,7 @@ from model import *
 gpt = GPT(GPTConfig(block_size=4, n_layer=1))
 print(gpt.generate(torch.tensor([[1, 2]]), 5, 0.8, 3).shape)
 """
-    done = run_program(sys.executable, "-c", code, cwd=tmp_path)
+    done = run_python("-c", code, cwd=tmp_path)
     assert done.stdout == "torch.Size([1, 7])\n"
     assert done.stderr == ""
 

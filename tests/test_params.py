@@ -69,7 +69,7 @@ def test_valid_values_pass_and_the_error_for_others_has_the_rule_and_the_value(n
         assert str(error.value).endswith(f"; got {value!r:.100}")
 
 
-@pytest.mark.parametrize("settings, message", EXCLUDED, ids=str)
+@pytest.mark.parametrize("settings, message", EXCLUDED)
 def test_settings_that_exclude_each_other_are_an_error(settings, message):
     with pytest.raises(ValueError, match=message):
         check_settings(DEFAULTS | settings)
@@ -99,7 +99,7 @@ def test_params_have_the_values_of_the_settings_in_plain_types():
     (dict(out_file="a", logprobs=3), 3),
     (dict(html_file="a"), 5),
     (dict(html_file="a", logprobs=7), 7),
-], ids=str)
+])
 def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
     assert choose_params(complete_settings(DEFAULTS | settings)).num_logprobs == number
 

@@ -1,6 +1,5 @@
 """A process's number under torchrun, its threads, and the cores and memory that it may use."""
 import os
-import sys
 from itertools import cycle
 from pathlib import Path
 
@@ -11,16 +10,7 @@ from models import as_checkpoint, make_gpt
 from sampling import process
 from sampling.backends.prepare import prepare_backend
 from sampling.params import ModelOptions
-from script_process import run_program
-
-
-@pytest.mark.parametrize("variables, expected", [
-    (dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8"), [5, 8]),
-    (dict(RANK="3", WORLD_SIZE="4"), [0, 1]), # a cluster's own
-])
-def test_a_process_has_the_numbers_of_torchrun(variables, expected, monkeypatch):
-    monkeypatch.setattr(os, "environ", variables)
-    assert [process.rank(), process.world_size()] == expected
+from script_process import run_python
 
 
 def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monkeypatch):
@@ -111,7 +101,7 @@ fork(lambda: sampling.load("demo"))
 
 
 def test_a_fork_of_a_process_that_loaded_a_model_raises_instead_of_hanging():
-    run_program(sys.executable, "-W", "ignore", "-c", FORK, OMP_NUM_THREADS="2")
+    run_python("-W", "ignore", "-c", FORK, OMP_NUM_THREADS="2")
 
 
 FREED = """
@@ -139,4 +129,4 @@ for ones, dtype in (numpy.ones, numpy.float64), (torch.ones, torch.float64):
 
 
 def test_memory_that_a_program_frees_is_returned_and_that_of_a_step_is_used_again():
-    run_program(sys.executable, "-c", FREED, OMP_NUM_THREADS="2")
+    run_python("-c", FREED, OMP_NUM_THREADS="2")

@@ -1,6 +1,5 @@
 """The public API: load a model, generate text from text."""
 import pickle
-import sys
 from itertools import zip_longest
 
 import pytest
@@ -10,7 +9,7 @@ import sampling
 from models import make_gpt, save_checkpoint
 from project import PROJECT
 from sampling.backends.cpu_kernels import LINEAR
-from script_process import run_program
+from script_process import run_python
 
 DEMO = PROJECT / "demo"
 SETTINGS = dict(max_new_tokens=12, temperature=0.9)
@@ -51,7 +50,7 @@ def test_samples_are_those_of_the_script(generator, run_script):
      "max_length is no field of SamplingParams; did you mean max_new_tokens"),
     (dict(num_samples=0), ValueError, "num_samples must"),
     (dict(batch_size="2"), ValueError, "batch_size must"),
-], ids=str)
+])
 def test_invalid_arguments_raise(generator, arguments, error, message):
     with pytest.raises(error, match=f"^{message}"):
         generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})
@@ -63,7 +62,7 @@ def test_an_invalid_prompt_of_a_stream_raises_at_once(generator):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(dtype="int8", compile=True), dict(name="a/b"), dict(name="")], ids=str)
+    dict(dtype="int8", compile=True), dict(name="a/b"), dict(name="")])
 def test_invalid_options_and_names_raise_value_error(settings):
     with pytest.raises(ValueError):
         sampling.load(**{"name": DEMO, **settings})
@@ -125,10 +124,9 @@ assert len(found) > 3 and {*found} == {expected}, len(found)
 """
 
 
-@pytest.mark.parametrize("layer", ["default", "workqueue"]) # the latter is numba's own
-def test_a_signal_handler_may_sample_while_the_model_samples(layer):
-    settings = dict(NUMBA_THREADING_LAYER=layer, OMP_NUM_THREADS="2")
-    run_program(sys.executable, "-c", HANDLER, **settings)
+def test_a_signal_handler_may_sample_while_the_model_samples():
+    """numba's own threads, workqueue, are the ones that serve one thread at a time."""
+    run_python("-c", HANDLER, NUMBA_THREADING_LAYER="workqueue", OMP_NUM_THREADS="2")
 
 
 def test_interleaved_and_abandoned_streams_do_not_disturb_each_other(generator):

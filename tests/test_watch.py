@@ -91,7 +91,7 @@ def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_o
 
 
 @pytest.mark.parametrize("flags, num_models", [
-    (["--watch", "--num_samples=2"], 3), (["--interactive"], 2)], ids=str)
+    (["--watch", "--num_samples=2"], 3), (["--interactive"], 2)])
 def test_a_model_is_freed_before_the_next_is_loaded(
         monkeypatch, char_checkpoint, run_script, flags, num_models):
     num_alive = []

@@ -12,7 +12,6 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from shutil import copytree
 
 import psutil
 import pytest
@@ -65,7 +64,7 @@ NEEDS_SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11),
 
 
 @pytest.fixture
-def run_in_folder(char_checkpoint, tmp_path):
+def run_in_folder(tmp_path):
     """run_in_folder(program, *arguments, files=...) runs a program beside a checkpoint and these
     files, which must not make "ran". Returns standard error.
 
@@ -73,7 +72,7 @@ def run_in_folder(char_checkpoint, tmp_path):
     """
     def run(program, *arguments, files, status=0):
         (tmp_path / "program.py").write_text(LOAD)
-        folder = copytree(char_checkpoint, tmp_path / "folder/out").parent
+        folder = save_checkpoint(tmp_path / "folder/out", make_gpt(n_layer=1)).parent.parent
         for name, content in files.items():
             (folder / name).write_text(content)
         done = run_program(Path(sys.executable).with_name(program), *arguments, cwd=folder,
@@ -89,7 +88,7 @@ def run_in_folder(char_checkpoint, tmp_path):
     ["python", "../program.py"],
     ["torchrun", "--nproc_per_node=2", *RUN, "--dtype=int8"],
     pytest.param(["python", *RUN, "--compile"], marks=[pytest.mark.slow, NEEDS_SAFE_PATH]),
-], ids=str)
+])
 def test_no_file_that_happens_to_be_in_the_working_directory_runs(command, run_in_folder):
     files = {f"{name}.py": "open('ran', 'w')" for name in MODULES.split()}
     assert "numba" not in run_in_folder(*command, files=files).lower()
@@ -98,9 +97,8 @@ def test_no_file_that_happens_to_be_in_the_working_directory_runs(command, run_i
 @pytest.mark.parametrize("arguments, status, message", [
     ([SCRIPT, "--interactive"], 0,
      "warning: {}; continuing without the kernels, which is slower\n"),
-    ([SCRIPT, "--dtype=int8"], 1, "error: {}\n"),
     (["../program.py"], 1, "ValueError: {}\n"),
-], ids=str)
+])
 def test_numbas_settings_in_the_working_directory_are_not_applied(
         arguments, status, message, run_in_folder):
     # numba would load pickles from there, too.
@@ -208,7 +206,7 @@ def test_ctrl_c_ends_a_process_whose_file_asks_for_minutes_of_work(valid_checkpo
     while psutil.Process(process.pid).cpu_times().user < 4:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=1)
+    process.communicate(timeout=10)
     assert process.returncode == -signal.SIGINT
 
 
@@ -227,7 +225,7 @@ def test_other_zip_files_are_refused(name, compression, message, attack, tmp_pat
     (dict.fromkeys(range(5000), "x" * 1000), "has 5000 tokens"),
     ("x" * 8_000_000, "has 8000000 tokens"),
     (["x" * 8_000_000], "a text may have 1000"),
-], ids=range(3))
+])
 def test_hostile_vocabularies_are_refused(itos, message, attack, valid_checkpoint, tmp_path):
     meta = {"stoi": {itos[0]: 0}, "itos": itos}
     write_settled(tmp_path / "out/ckpt.pt", valid_checkpoint)

@@ -3,7 +3,6 @@ server.
 """
 import json
 import re
-import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import sampling
 from hf_tokenizers import gpt2_tokenizer_json, save_tokenizer
-from models import make_gpt, make_transformers_gpt2, save_checkpoint
+from models import cached_snapshot, make_gpt, make_transformers_gpt2, save_checkpoint
 from project import SCRIPT
 from sampling.checkpoints.finding import HUGGINGFACE_NAMES
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.model import GPT
-from script_process import run_program
+from script_process import run_python
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -275,7 +274,7 @@ def hub(tmp_path):
 
 def run_online(*arguments, **options):
     """Run sample.py as a new process, because the hub's variables are read on loading."""
-    return run_program(sys.executable, SCRIPT, *arguments, status=None, **options)
+    return run_python(SCRIPT, *arguments, status=None, **options)
 
 
 def write_json(path, content):
@@ -317,11 +316,7 @@ def test_what_another_program_left_in_the_cache_is_used(
         name, cached, files, error, gpt2_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folder = tmp_path / f"models--{cached}"
-    snapshot = folder / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(COMMIT)
+    snapshot = cached_snapshot(tmp_path, cached)
     for file in files:
         (snapshot / file).symlink_to(gpt2_folder / file)
     if error:

@@ -2,14 +2,13 @@
 the reference.
 """
 import shutil
-import sys
 
 import pytest
 
 from forks import save_fork
 from models import save_meta
 from project import SCRIPT, nanogpt_folder
-from script_process import run_program
+from script_process import run_python
 
 FLAGS = ("--out_dir=out", "--device=cpu", "--num_samples=2", "--max_new_tokens=25", "--top_k=20",
          "--start=The ")
@@ -27,8 +26,8 @@ def clone(tmp_path):
 
 
 def test_the_first_command_prints_what_nanogpts_own_script_prints(clone):
-    theirs = run_program(sys.executable, "sample.py", *FLAGS, "--dtype=float32", cwd=clone)
-    ours = run_program(sys.executable, SCRIPT, *FLAGS, cwd=clone)
+    theirs = run_python("sample.py", *FLAGS, "--dtype=float32", cwd=clone)
+    ours = run_python(SCRIPT, *FLAGS, cwd=clone)
     print(theirs.stderr, theirs.stdout)
     assert theirs.stdout.endswith(ours.stdout)
     assert "from before June 2023: using its GELU, the tanh form" in ours.stderr

@@ -3,7 +3,6 @@ is an error.
 """
 import re
 import shutil
-import sys
 
 import pytest
 
@@ -11,7 +10,7 @@ from forks import EQUAL, HARMLESS, OTHERS, OURS, edit
 from models import make_gpt, save_checkpoint
 from project import PROJECT
 from sampling.checkpoints import model_source
-from script_process import run_program
+from script_process import run_python
 
 NANOGPT = "--model_file=nanogpt"
 
@@ -94,8 +93,8 @@ def test_an_edit_of_this_projects_model_py_is_never_followed_by_some_backends_on
     for name in "sample.py", "configurator.py":
         shutil.copy(PROJECT / name, project)
     edit(project, *OTHERS["SiLU"])
-    done = run_program(sys.executable, project / "sample.py", "--out_dir=out",
-                       "--max_new_tokens=3", flag, cwd=tmp_path, status=status)
+    done = run_python(project / "sample.py", "--out_dir=out", "--max_new_tokens=3", flag,
+                      cwd=tmp_path, status=status)
     assert message in done.stderr
 
 
@@ -111,7 +110,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("content", HOSTILE)
 def test_a_strangers_model_py_beside_a_checkpoint_is_never_run(fork, sample, tmp_path, content):
     fork().unlink()
     (tmp_path / "out/model.py").write_bytes(content)

@@ -159,6 +159,7 @@ def test_a_file_of_a_hugging_face_model_means_its_folder(load, name, tmp_path, g
     ({}, "iteration 100, validation loss 1.5000"),
     ({"iter_num": None, "best_val_loss": None}, "loaded"),
     ({"best_val_loss": math.nan, "iter_num": np.int64(7)}, "iteration 7"),
+    ({"iter_num": None, "config": Namespace(dataset="letters")}, "validation loss 1.5000"),
 ])
 def test_fields_of_a_checkpoint_and_the_line_that_describes_it(
         changes, described, tmp_path, messages):
@@ -166,13 +167,8 @@ def test_fields_of_a_checkpoint_and_the_line_that_describes_it(
     checkpoint = load_nanogpt(tmp_path)
     assert checkpoint.folder == tmp_path
     assert checkpoint.config == nanogpt.GPTConfig(**SHAPE)
+    assert checkpoint.raw_config == {"dataset": "letters"} # of train.py
     assert messages == [f"{path}: {described}"]
-
-
-def test_a_checkpoint_has_the_settings_of_train_py(tmp_path):
-    config = {"dataset": "shakespeare", "tokenizer": "tiktoken"}
-    path = save_checkpoint(tmp_path, make_gpt(), config=Namespace(**config))
-    assert load_nanogpt(path).raw_config == config
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])
@@ -213,7 +209,7 @@ def test_in_int8_each_weight_is_quantized_as_soon_as_it_is_read(tie, tmp_path, m
     dict(n_embd=7, n_head=1, vocab_size=33, block_size=10),
     dict(n_embd=4, vocab_size=3),
     dict(n_embd=1, n_head=1, block_size=5, vocab_size=7),
-], ids=str)
+])
 def test_count_init_draws_equals_the_draws_of_the_initialisation(shape):
     model = make_gpt(**shape)
     torch.manual_seed(5)
@@ -367,7 +363,7 @@ def assert_refused(path, message):
      "torch.save(torch.load(path, weights_only=True), path)"),
     (b"", "it is empty"),
     (bytes(4000), "it holds only zeros"),
-], ids=range(5))
+])
 def test_a_file_of_another_program_is_refused(content, message, tmp_path):
     path = tmp_path / "ckpt.pt"
     write_settled(path, content)

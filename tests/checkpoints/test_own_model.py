@@ -124,7 +124,7 @@ BAD = [ # a part of model.py, what takes its place, and what the error says afte
 ]
 
 
-@pytest.mark.parametrize("part, replacement, message", BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("part, replacement, message", BAD)
 def test_a_bad_file_gets_one_line_that_names_it_and_its_line(
         fork, sample, part, replacement, message):
     path = fork()

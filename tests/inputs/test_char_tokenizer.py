@@ -51,7 +51,7 @@ def test_a_token_of_several_characters_in_a_prompt_gets_one_warning(tmp_path, me
     {"stoi": {i: i for i in range(256)}},
     BYTES,
     {"stoi": {bytes([i]): i for i in range(256)}, "tokenizer": "byte-level"},
-], ids=["ints", "named", "bytes"])
+])
 def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     tokenizer = load(tmp_path, meta)
     assert tokenizer.encode("öß🙂") == [*"öß🙂".encode()]
@@ -66,7 +66,7 @@ def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     ("€".encode(), [0xAC, 65], "\ufffdA"),
     ("\ufffd".encode(), [65], "A"),
     (b"", [*"🙂A".encode()], "🙂A"),
-], ids=str)
+])
 def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path, prompt, ids, text):
     decode = load(tmp_path, BYTES).decoder([*prompt])
     found = ""
@@ -89,7 +89,7 @@ def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path, prompt, ids
     ({97: 0}, "aé", "lacks: 195 at 2; 169 at 3; it has b'a'$"),
     # It is decomposed.
     ({"é": 0, "a": 1}, "ae\u0301", "save the prompt in Unicode's form NFC, here 'aé'"),
-], ids=ascii)
+])
 def test_the_error_names_unknown_characters(stoi, text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(tmp_path, {"stoi": stoi}).encode(text)
@@ -102,7 +102,7 @@ def test_the_error_names_unknown_characters(stoi, text, message, tmp_path):
     ({"[PAD]": 1}, {0: "a"}),
     (OrderedDict(b=1), "ab"),
     ({np.str_("b"): np.int32(1)}, {np.uint16(0): np.str_("a")}),
-], ids=repr)
+])
 def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
     tokenizer = load(tmp_path, {"stoi": {"a": 0} | stoi, "itos": itos, "counts": np.ones(5)})
     assert tokenizer.encode("a") == [0]
@@ -124,7 +124,7 @@ def test_a_vocabulary_may_encode_nothing(tmp_path):
     (b"hello", "damaged or incomplete"),
     (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
     (b"N" * 2**23 + b".", "it has more than 8388608 bytes"),
-], ids=range(10))
+])
 def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path):
     with pytest.raises(ValueError, match=f"meta.pkl.*{message}"): # test_attacks.py has more
         load(tmp_path, meta)

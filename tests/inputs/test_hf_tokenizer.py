@@ -105,7 +105,7 @@ def test_bytes_of_a_character_come_with_the_last_of_them(kind, tmp_path):
     ("vocab-txt", {
         "tokenizer_class": "BertTokenizer", "unk_token": "[MASK]",
         "tokenize_chinese_chars": False}),
-], ids=str)
+])
 def test_settings_mean_what_they_mean_to_transformers(kind, settings, tmp_path):
     save_tokenizer(kind, tmp_path)
     write_json(tmp_path, tokenizer_config=settings, config={"model_type": "gpt2"})
@@ -163,7 +163,7 @@ NO_MERGE = "cannot read .*its merge .* does not fit its vocabulary"
     ({"added_tokens": [ADDED]}, {}, "cannot read .*the id 1 of its added token '<a>' is another"),
     ({"pre_tokenizer": SPLIT}, {}, "the tokenizer's library failed: .*retry-limit"),
     ({"decoder": STRIP}, {}, "the tokenizer's library failed: "),
-], ids=str)
+])
 def test_a_damaged_vocabulary_and_an_error_of_the_library_are_one_line(
         parts, model, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
@@ -189,7 +189,7 @@ def test_a_huge_file_is_refused_before_it_takes_the_memory(tmp_path):
      "cannot read .*vocab.txt: .* pointer of Git LFS"),
     ("vocab.txt", "a", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}},
      "damaged .*Exceeds the limit"),
-], ids=lambda value: str(value)[:30])
+])
 def test_files_that_cannot_be_read_are_named(name, content, settings, message, tmp_path):
     assert find_tokenizer(tmp_path) is None
     write_json(tmp_path, tokenizer_config=settings)

@@ -7,6 +7,7 @@ import pytest
 from engines import PARAMS, TOKENIZER, make_generator
 from sampling.inputs.prompts import make_samples, read_prompts
 from sampling.samples import Prompt
+from script_process import redirected
 
 
 def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_path):
@@ -75,16 +76,10 @@ def test_a_compressed_file_of_prompts_is_named(kind, tmp_path):
 ])
 def test_a_pipe_with_data_beside_the_default_prompt_gets_a_line(
         start, data, lines, messages):
-    ends = os.pipe()
-    kept = os.dup(0)
-    os.write(ends[1], data)
-    os.dup2(ends[0], 0)
-    try:
+    reader, writer = os.pipe()
+    with open(reader) as pipe, open(writer, "wb", buffering=0) as end, redirected(0, pipe):
+        end.write(data)
         assert read_prompts(start) == [Prompt(start)]
-    finally:
-        os.dup2(kept, 0)
-        for end in kept, *ends:
-            os.close(end)
     assert messages == lines
 
 
@@ -102,7 +97,7 @@ def test_a_pipe_with_data_beside_the_default_prompt_gets_a_line(
     ("FILE:val.bin", "",
      "val.bin is a file of tokens, as a prepare.py writes it: give the text"),
     ("LINES:p", "é", r"p is not UTF-8 after line 1 \(.*\): save it as UTF-8"),
-], ids=lambda value: str(value)[:30])
+])
 def test_the_error_names_what_is_no_prompt(tmp_path, monkeypatch, start, content, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p").write_text('{"prompt": "a"}\n' + content, "latin-1")

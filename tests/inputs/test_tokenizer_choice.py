@@ -8,7 +8,7 @@ import tiktoken
 import torch
 
 from hf_tokenizers import gpt2_tokenizer_json, random_texts, save_tokenizer
-from models import CHARS, save_meta
+from models import CHARS, cached_snapshot, save_meta
 from project import GPT2_FILES
 from sampling.checkpoints.build import Checkpoint
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer, load_encoding, load_tokenizer
@@ -42,7 +42,7 @@ def here(tmp_path, monkeypatch, gpt2_encoding):
 
 
 @pytest.mark.parametrize("is_huggingface", [False, True])
-@pytest.mark.parametrize("dataset", [None, 5, "x" * 100_000, "a\0b"], ids=range(4))
+@pytest.mark.parametrize("dataset", [None, 5, "x" * 100_000, "a\0b"])
 def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(
         dataset, is_huggingface, here, messages):
     training = dict(dataset=dataset, is_huggingface=is_huggingface)
@@ -100,7 +100,7 @@ def test_a_meta_pkl_that_differs_from_that_of_the_data_set_is_an_error_that_name
      "using data/d/vocab.txt; for GPT-2's encoding, pass --tokenizer=gpt2"),
     ({"vocab.txt": "\n".join(map(str, range(1020)))}, 1024, "data/d/vocab.txt", ""),
     ({"vocab.txt": "a\nb"}, 1025, None, "not used: data/d/vocab.txt has 7 tokens"),
-], ids=range(6))
+])
 def test_a_tokenizer_beside_the_data_counts_only_if_its_size_is_that_of_the_model(
         files, vocab_size, source, line, messages):
     folder = Path("data/d")
@@ -229,11 +229,7 @@ def leave_hub_cache(tmp_path, monkeypatch):
         monkeypatch.setattr("tiktoken.load.read_file", read_file)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        folder = tmp_path / f"models--{repository}"
-        (folder / "refs").mkdir(parents=True)
-        (folder / "refs" / "main").write_text("1234")
-        (folder / "snapshots" / "1234").mkdir(parents=True)
-        (folder / "snapshots" / "1234" / "tokenizer.json").write_text(tokenizer)
+        (cached_snapshot(tmp_path, repository) / "tokenizer.json").write_text(tokenizer)
     return leave
 
 

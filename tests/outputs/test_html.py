@@ -3,7 +3,6 @@ import html
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,11 @@ from pages import (
 from sampling.outputs.html import short_names
 from sampling.outputs.jsonl import Run
 from sampling.samples import Token
-from script_process import run_program
+from script_process import run_python
 
 
 def make_by_command(*arguments, **settings):
-    return run_program(sys.executable, "-m", "sampling.outputs.html", *arguments, **settings)
+    return run_python("-m", "sampling.outputs.html", *arguments, **settings)
 
 
 def read(page):

@@ -236,7 +236,7 @@ def test_a_file_system_whose_inode_numbers_change_is_used_without_them(
     assert files()["a.jsonl"].count(b"\n") == 3
 
 
-@pytest.mark.parametrize("paths", [{"html_file": None}, {"out_file": None}], ids=str)
+@pytest.mark.parametrize("paths", [{"html_file": None}, {"out_file": None}])
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_a_run_that_ends_before_its_first_sample_leaves_no_file_and_says_so(
         start, files, messages, paths, is_loaded):
@@ -284,7 +284,7 @@ def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("settings, has_bar", [
-    ({}, False), ({"score": True}, True), ({"out_file": "-"}, True)], ids=str)
+    ({}, False), ({"score": True}, True), ({"out_file": "-"}, True)])
 def test_a_progress_bar_disturbs_no_text_that_streams_to_a_terminal(
         start, monkeypatch, settings, has_bar):
     for stream in sys.stdout, sys.stderr:

@@ -9,7 +9,6 @@ from subprocess import PIPE, CompletedProcess, Popen
 import psutil
 import pytest
 
-from models import make_gpt, save_checkpoint
 from project import PROJECT, SCRIPT
 from sampling.generation.workers import serve
 from script_process import OFFLINE
@@ -26,14 +25,6 @@ if os.environ["RANK"] == "0": # of 2, but no other process will come
 """
 SHELL = f'"{sys.executable}" "{SCRIPT}" "$@"\nexit $?\n'
 slow = pytest.mark.slow
-
-
-@pytest.fixture
-def folder(tmp_path):
-    save_checkpoint(tmp_path / "out", make_gpt())
-    prompts = "The \nO\nWhat is it?\nyes\nAnd then they all went home. \n"
-    (tmp_path / "prompts.txt").write_text(prompts)
-    return tmp_path
 
 
 @pytest.fixture
@@ -69,17 +60,16 @@ def torchrun(start):
     return run
 
 
-@pytest.mark.parametrize("num_processes, arguments, prefix", [
-    pytest.param(2, [*PROMPTS, "--stop=e"], [], id="many-prompts"),
-    pytest.param(2, [*LINES, "--score"], [], id="score", marks=slow),
-    pytest.param(3, ["--start=O", "--num_samples=1"], [], id="fewer-samples", marks=slow),
-    # All processes stream.
-    pytest.param(2, PROMPTS, ON_TERMINAL, id="on-a-terminal", marks=slow),
+@pytest.mark.parametrize("arguments, prefix", [
+    ([*PROMPTS, "--stop=e"], []),
+    pytest.param([*LINES, "--score"], [], marks=slow),
+    pytest.param(["--start=O", "--num_samples=1"], [], marks=slow), # not one for each process
+    pytest.param(PROMPTS, ON_TERMINAL, marks=slow), # all processes stream
 ])
 def test_samples_and_files_are_the_same_as_with_one_process(
-        torchrun, run_script, folder, num_processes, arguments, prefix):
+        torchrun, run_script, folder, arguments, prefix):
     alone = run_script(*arguments, "--out_file=alone.jsonl", cwd=folder)
-    shared = torchrun(num_processes, *arguments, "--out_file=shared.jsonl", prefix=prefix)
+    shared = torchrun(2, *arguments, "--out_file=shared.jsonl", prefix=prefix)
     expected = (folder / "alone.jsonl").read_bytes()
     assert (folder / "shared.jsonl").read_bytes() == expected, shared.stderr
     if not prefix: # on a terminal, messages stand beside samples
@@ -90,7 +80,7 @@ def test_samples_and_files_are_the_same_as_with_one_process(
 
 @pytest.mark.parametrize("program, content", [
     (["--", "train.py"], TRAINING),
-    pytest.param(["--no-python", "--", "sh", "run.sh"], SHELL, marks=slow)], ids=["train", "shell"])
+    pytest.param(["--no-python", "--", "sh", "run.sh"], SHELL, marks=slow)])
 def test_a_training_or_a_shell_under_torchrun_may_call_the_script(
         torchrun, run_script, folder, program, content):
     (folder / program[-1]).write_text(content)
@@ -154,7 +144,7 @@ if os.environ.get("RANK") == "1":
                          ids=["a-process", "torchrun"])
 def test_a_run_that_ends_early_can_be_resumed(start, run_script, folder, rank, number):
     """A signal kills one process, or interrupts torchrun. A single process resumes the run."""
-    run = *LINES, "--num_samples=20", "--max_new_tokens=60"
+    run = *LINES, "--num_samples=10", "--max_new_tokens=60"
     path = folder / "a.jsonl"
     process = start(3, *run, "--out_file=a.jsonl")
     while not (path.exists() and path.stat().st_size):

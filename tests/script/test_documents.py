@@ -2,13 +2,15 @@
 import re
 import shlex
 import sys
+from shutil import copytree
 
 import huggingface_hub
 import pytest
 
+from models import cached_snapshot
 from project import PROJECT, RULE, SCRIPT
 from sampling.configurator import find_settings
-from script_process import run_program
+from script_process import run_program, run_python
 
 README = PROJECT / "README.md"
 DOCUMENTS = [README, PROJECT / "SECURITY.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -40,11 +42,7 @@ def user_folder(tmp_path, gpt2_folder, monkeypatch):
     for name in "demo", "out-shakespeare-char":
         (tmp_path / name).symlink_to(PROJECT / "demo")
     for name in "gpt2", "gpt2-xl":
-        cached = tmp_path / "hub" / f"models--{name}"
-        (cached / "snapshots").mkdir(parents=True)
-        (cached / "snapshots" / "abc").symlink_to(gpt2_folder)
-        (cached / "refs").mkdir()
-        (cached / "refs" / "main").write_text("abc")
+        copytree(gpt2_folder, cached_snapshot(tmp_path / "hub", name), dirs_exist_ok=True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path
 
@@ -93,14 +91,14 @@ def test_the_command_for_a_page_of_several_runs_works_anywhere_without_installin
     command = r"python ~/nanogpt-sample/(sampling/outputs/html\.py) ([\w. ]+html)"
     for path in README, PROJECT / "docs" / "saving.md":
         (program, files), = re.findall(command, path.read_text())
-        done = run_program(sys.executable, PROJECT / program, *files.split(), cwd=user_folder)
+        done = run_python(PROJECT / program, *files.split(), cwd=user_folder)
         assert done.stderr == f"{files.split()[-1]}: 2 samples\n"
     assert not (user_folder / "ran").exists()
 
 
 @pytest.mark.parametrize("program", code_blocks("python"))
 def test_programs_run(program):
-    assert run_program(sys.executable, "-W", "error", "-c", program).stdout
+    assert run_python("-W", "error", "-c", program).stdout
 
 
 def test_the_table_of_settings_has_the_defaults_and_comments_of_the_script():
@@ -120,7 +118,7 @@ def test_links_point_to_existing_files(path):
 
 @slow
 def test_every_cell_of_the_gpu_benchmark_runs_and_the_text_is_nanogpts():
-    done = run_program(sys.executable, PROJECT / "tests" / "bench" / "gpu.py")
+    done = run_python(PROJECT / "tests" / "bench" / "gpu.py")
     assert '"error"' not in done.stdout
     assert len(re.findall(r'"tokens_per_s": [1-9]', done.stdout)) == 12
     # In bfloat16, they may round differently.

@@ -2,7 +2,6 @@
 import json
 import pickle
 import re
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from models import CHARS, make_gpt, make_transformers_gpt2, save_checkpoint, sav
 from oracles import nanogpt_samples
 from project import RULE, SCRIPT
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
-from script_process import run_program
+from script_process import run_python
 
 
 def printed(texts):
@@ -34,8 +33,9 @@ def flags(settings):
 def test_samples_in_batches_equal_nanogpts(run_script, char_checkpoint):
     settings = dict(start="The ", num_samples=4, max_new_tokens=30, top_k=30, temperature=0.9,
                     seed=-5)
+    cluster = dict(RANK="3", WORLD_SIZE="4") # has variables of its own
     done = run_script(f"--out_dir={char_checkpoint}", *flags(settings), "--device=cpu",
-                      "--batch_size=3")
+                      "--batch_size=3", **cluster)
     assert done.stdout == nanogpt_output(make_gpt(), **settings), done.stderr
 
 
@@ -47,12 +47,10 @@ def test_samples_with_default_settings_equal_nanogpts(run_script, tmp_path):
     assert run_script(f"--out_dir={tmp_path}", "--device=cpu").stdout == expected
 
 
-def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoint, tmp_path):
-    prompts = "The \nO\nWhat is it?\naaaaaaaaaaaaaaa\nAnd then they all went home. "
-    (tmp_path / "prompts.txt").write_text(prompts)
-    run = (f"--out_dir={char_checkpoint}", "--device=cpu", "--dtype=int8", "--context_shift",
-           "--start=LINES:prompts.txt", "--num_samples=2", "--max_new_tokens=20")
-    first, *others = (run_script(*run, f"--batch_size={size}", cwd=tmp_path)
+def test_int8_samples_do_not_depend_on_the_batch_size(run_script, folder):
+    run = ("--device=cpu", "--dtype=int8", "--context_shift", "--start=LINES:prompts.txt",
+           "--num_samples=2", "--max_new_tokens=20")
+    first, *others = (run_script(*run, f"--batch_size={size}", cwd=folder)
                       for size in (1, 4, None))
     assert "on cpu in int8\n" in first.stderr
     assert first.stdout.count(RULE) == 10
@@ -60,7 +58,7 @@ def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoin
 
 
 @pytest.mark.parametrize("settings", [
-    dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=str)
+    dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)])
 def test_samples_of_hugging_face_weights_equal_transformers(
         run_script, gpt2_folder, gpt2_encoding, settings):
     tokenizer = TiktokenTokenizer()
@@ -139,7 +137,7 @@ def test_init_from_in_a_settings_file_beside_a_checkpoint_gets_a_warning(
 
 def test_a_deleted_working_directory_is_one_error_line(tmp_path):
     code = f"import os, runpy; os.rmdir({str(tmp_path)!r}); runpy.run_path({str(SCRIPT)!r}, None, "
-    done = run_program(sys.executable, "-c", f"{code}'__main__')", cwd=tmp_path, status=2)
+    done = run_python("-c", f"{code}'__main__')", cwd=tmp_path, status=2)
     assert done.stderr == "error: the working directory was deleted: change to another one\n"
 
 
