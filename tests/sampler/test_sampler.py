@@ -32,8 +32,11 @@ def sample(logits, seed=1, ids=None, **settings):
     dict(top_k=20, min_p=0.2),
     dict(repetition_penalty=1.4),
     dict(top_p=0.9, min_p=0.01),
+    dict(temperature=3.0, top_p=1e-9),
+    dict(temperature=3.0, min_p=1),
+    dict(temperature=3.0, top_k=6, top_p=0.6),
     dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=1.5),
-], ids=str)
+])
 def test_tokens_are_those_of_torch_multinomial_after_each_setting(settings, full_vocabulary):
     logits = 3 * normal(64, 1000)
     ids = torch.arange(640).view(64, 10) // 2 # each token twice
@@ -58,17 +61,6 @@ def test_a_row_gets_the_same_token_whatever_the_others_are(full_vocabulary):
         assert torch.equal(sampler(logits, None, noise), torch.cat(alone))
 
 
-@pytest.mark.parametrize("settings, expected", [
-    (dict(top_p=0.79), [0, 1]),
-    (dict(top_p=0.81), [0, 1, 3]),
-    (dict(top_p=1e-9), [1]),
-    (dict(min_p=1), [1]),
-], ids=str)
-def test_unlikely_tokens_are_left_out(settings, expected):
-    logits = torch.tensor([0.3, 0.5, 0.05, 0.15]).log().expand(2000, -1)
-    assert sample(logits, **settings).unique().tolist() == expected
-
-
 def test_top_p_keeps_no_more_equal_tokens_than_the_sum_needs():
     assert len(sample(torch.zeros(2000, 4), top_p=0.5).unique()) == 2
 
@@ -84,7 +76,7 @@ def test_top_p_gives_one_row_the_same_token_every_time(device):
 
 @EVERYWHERE
 @pytest.mark.parametrize("temperature", [1e-6, 1e-45, 1e-300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tiny_temperature_takes_the_most_likely_token(dtype, temperature, full_vocabulary):
     logits = torch.tensor([[50, 51, 49], [-50, -49, -51]], dtype=dtype)
     for in_own in False, True:
@@ -101,7 +93,7 @@ def test_a_temperature_that_overflows_one_row_leaves_the_others_as_they_are(temp
     assert Sampler(temperature)(logits, None, noise).tolist() == [[2], [2]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_in_their_own_dtype_logits_give_nanogpts_tokens(dtype):
     logits = normal(256, 1000, seed=4).mul(3).to(dtype)
     settings = dict(temperature=0.8, top_k=200)
@@ -112,7 +104,7 @@ def test_in_their_own_dtype_logits_give_nanogpts_tokens(dtype):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1)], ids=str)
+    dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1)])
 def test_settings_that_nanogpt_lacks_are_computed_in_float32(settings):
     logits = normal(256, 1000, seed=4).mul(3).bfloat16()
     settings["ids"] = torch.arange(1000).expand(256, -1)
