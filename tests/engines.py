@@ -1,7 +1,7 @@
 """Backends, a TextGenerator that runs them, and the text that it must generate."""
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from functools import cache
 from unittest.mock import MagicMock
 
 import pytest
@@ -111,9 +111,15 @@ def continue_ids(model, ids, num_tokens, **settings):
 
 def expected_texts(prompts, num_tokens=PARAMS.max_new_tokens, stops=(), device="cpu"):
     """The texts of the plain model with PARAMS, up to the first stop text."""
+    whole = whole_texts(tuple(prompts), num_tokens, device)
+    return [truncate_at_stop(text, stops) for text in whole]
+
+
+@cache
+def whole_texts(prompts, num_tokens, device):
     ids = map(TOKENIZER.encode, prompts)
     found = expected_ids(ids, num_tokens, device=device, temperature=0.9, top_k=30)
-    return [truncate_at_stop(TOKENIZER.decode(ids), stops) for ids in found]
+    return [*map(TOKENIZER.decode, found)]
 
 
 def truncate_at_stop(text, stops):
@@ -151,7 +157,7 @@ class Recording(TorchFunctionMode):
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        self.logits = self.calls[-1][-1].fill_(torch.nan) # a capture computes nothing
+        self.calls[-1][-1].fill_(torch.nan) # a capture computes nothing
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         synchronising = "item", "tolist", "cpu", "__bool__", "nonzero"
@@ -175,7 +181,6 @@ def record_graphs(monkeypatch, fails_at=None, error=None):
     Returns all Recordings.
     """
     recordings = []
-    pools = count()
 
     def graph(recording, pool, stream, capture_error_mode):
         # With another mode, allocations of another thread would end the capture.
@@ -191,7 +196,7 @@ def record_graphs(monkeypatch, fails_at=None, error=None):
         return recording
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     for name in "Stream", "current_stream", "device", "stream", "synchronize":
-        monkeypatch.setattr(torch.cuda, name, MagicMock(side_effect=lambda *_: MagicMock()))
+        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())
     return recordings

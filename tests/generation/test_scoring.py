@@ -77,7 +77,7 @@ def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
     ("Hello you", 5),
     ("日本語のテキスト", 2),
     ("\ufeffMy lord", 1),
-], ids=ascii)
+])
 def test_a_score_counts_the_bytes_of_the_scored_tokens(
         gpt2_folder, gpt2_encoding, tiktoken_cache, tmp_path, text, num_first):
     """num_first: of the first token, which is not scored. It may end inside a character."""
