@@ -1,6 +1,5 @@
 """CPUBackend computes the logits of GPT.forward, and in int8 those of the rounded weights."""
 import copy
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numba
@@ -15,7 +14,7 @@ from sampling.backends import backend as backends
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import CPUBackend, Linear
 from sampling.checkpoints.build import quantize
-from script_process import run_program
+from script_process import run_python
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
 SHAPES = {
@@ -88,15 +87,28 @@ def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
 
 
 OTHER_TILE = """
-import platform, pytest
+import platform
 platform.machine = lambda: "arm64" # which has 32 registers
-raise SystemExit(pytest.main(["tests/backends/test_cpu.py", "-k", "have_the_logits_of_the_model"]))
+import torch
+from sampling.backends.cpu import MAX_KERNEL_ROWS, Linear
+from sampling.backends.cpu_kernels import OUTPUTS
+from sampling.checkpoints.build import quantize
+assert OUTPUTS == 4
+for num_outputs in 3, 67, 256:
+    weight = torch.randn(num_outputs, 45)
+    rounded = quantize(weight)
+    plain = rounded.values * rounded.scales[:, None]
+    for num_rows in 1, 2, 6, 12, MAX_KERNEL_ROWS:
+        x = torch.randn(num_rows, 45)
+        for linear, expected in (Linear(weight), weight), (Linear(rounded), plain):
+            found = torch.from_numpy(linear(x.numpy()))
+            torch.testing.assert_close(found, x @ expected.T, atol=2e-5, rtol=1e-4)
 """
 
 
 @pytest.mark.slow
-def test_the_kernels_for_32_registers_have_the_logits_of_the_model(tmp_path):
-    run_program(sys.executable, "-c", OTHER_TILE, NUMBA_CACHE_DIR=str(tmp_path))
+def test_the_kernels_for_32_registers_compute_the_products_of_torch(tmp_path):
+    run_python("-c", OTHER_TILE, NUMBA_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize("length, num_positions", [(2, 2), (5, 5), (30, 1), (30, 4)])
@@ -179,7 +191,7 @@ def generate(index):
 found = {*ThreadPoolExecutor(3).map(generate, range(6))}
 assert numba.threading_layer() == "workqueue" and len(found) == 1
 """
-    run_program(sys.executable, "-c", code, NUMBA_THREADING_LAYER="workqueue", OMP_NUM_THREADS="2")
+    run_python("-c", code, NUMBA_THREADING_LAYER="workqueue", OMP_NUM_THREADS="2")
 
 
 @pytest.mark.usefixtures("all_threads")

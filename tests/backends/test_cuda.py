@@ -3,7 +3,6 @@
 Most tests run on a CPU, with Recordings instead of graphs. generation/test_engine.py compares the
 text of all settings.
 """
-import sys
 import threading
 import time
 import weakref
@@ -20,7 +19,7 @@ from project import PROJECT
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend, block_step
 from sampling.backends.prepare import cast_linears
-from script_process import run_program
+from script_process import run_python
 
 PROMPTS = random_prompt(5, 3).tolist()
 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it.
@@ -150,7 +149,7 @@ assert backend.has_graphs
 
 def test_a_signal_handler_may_sample_during_a_step():
     path = f"{PROJECT}:{PROJECT}/tests:{PROJECT}/tests/backends"
-    run_program(sys.executable, "-c", HANDLER, PYTHONPATH=path)
+    run_python("-c", HANDLER, PYTHONPATH=path)
 
 
 # ---- graphs that compute something else
@@ -170,7 +169,7 @@ def other_keys_from_the_twelfth_on(block, x, layer, position, mask, num_keys):
     (cuda, "block_step", other_keys_from_the_twelfth_on),
     (Recording, "replay", lambda recording: None)])
 # The rows of batches that were right; then, graphs are new.
-@pytest.mark.parametrize("before", [[], [3, 2]], ids=str)
+@pytest.mark.parametrize("before", [[], [3, 2]])
 def test_what_computes_other_logits_never_reaches_the_text(
         target, name, wrong, before, recordings, monkeypatch, messages):
     backend = CUDABackend(make_gpt())
@@ -193,7 +192,7 @@ def test_the_rounding_of_bfloat16_logits_around_minus_100_is_no_fault_and_more_i
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_checks_pass_in_half_precision(dtype, device, messages, monkeypatch):
     if device == "cpu":
         record_graphs(monkeypatch)

@@ -32,7 +32,7 @@ from oracles import nanogpt_generate
 from sampling.model import GPT, GPTConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=272, vocab_size=97, bias=True)
+TINY = dict(n_layer=1, n_head=2, n_embd=32, block_size=272, vocab_size=97, bias=True)
 SEED = 1337
 
 
