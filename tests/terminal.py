@@ -7,7 +7,7 @@ import struct
 import termios
 import time
 from contextlib import suppress
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL
 
 from script_process import start_script
 
@@ -15,25 +15,19 @@ from script_process import start_script
 class Terminal:
     """A run of sample.py on a pseudo-terminal.
 
-    stdout=False or stderr=False discards that stream. With tee=True, standard output is a pipe to
-    tee, which shows it on the terminal.
+    stdout=False or stderr=False discards that stream.
     """
 
-    def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, term="dumb", tee=False):
+    def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, term="dumb"):
         self.screen, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         modes = termios.tcgetattr(end)
         modes[1] &= ~termios.ONLCR # do not translate newlines
         termios.tcsetattr(end, termios.TCSANOW, modes)
-        output = end if stdout else DEVNULL
-        if tee:
-            self.tee = Popen("tee", stdin=PIPE, stdout=end)
-            output = self.tee.stdin
         env = {"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": term}
-        self.process = start_script(*arguments, env=env, stdin=end, stdout=output,
+        self.process = start_script(*arguments, env=env, stdin=end,
+                                    stdout=end if stdout else DEVNULL,
                                     stderr=end if stderr else DEVNULL, new_session=True)
-        if tee:
-            output.close()
         os.close(end)
         self.bytes = b""
 
@@ -49,17 +43,6 @@ class Terminal:
     @property
     def text(self):
         return self.bytes.decode(errors="replace")
-
-    @property
-    def shown(self):
-        """The lines that the screen shows: after a carriage return, text replaces what is there."""
-        lines = []
-        for printed in self.text.split("\n"):
-            line = ""
-            for part in printed.split("\r"):
-                line = part + line[len(part):]
-            lines.append(line.rstrip())
-        return lines
 
     def wait_for(self, text, seconds=60):
         """Wait until this text is printed, and discard the output up to its end."""

@@ -51,8 +51,6 @@ EXCLUDED = [ # settings that do not work together, and what the error says
      "watch=True does not work with interactive=True: in a session, type :reload"),
     (dict(interactive=True, html_file="a"),
      "saves no samples: leave out out_file, html_file and logprobs; in a session, type :save"),
-    (dict(interactive=True, logprobs=0),
-     "saves no samples"),
 ]
 
 

@@ -85,7 +85,8 @@ def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_o
         wait_for("warning: cannot read out/ckpt.pt: it is not a checkpoint: neither torch.save nor "
                  f"safetensors wrote it; pass the ckpt.pt of a training{waiting}")
     messages = (tmp_path / "stderr").read_text()
-    assert messages.count("out/ckpt.pt is being written: waiting\n") == 1, messages
+    # None, if the file is ten seconds old before the run looks at it.
+    assert messages.count("out/ckpt.pt is being written: waiting\n") <= 1, messages
     assert messages.count(waiting) == 2, messages
     assert (tmp_path / "stdout").read_text().count(RULE) == 2
 

@@ -20,7 +20,6 @@ from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.checkpoints.tensor_files import TensorFile
-from sampling.inputs.char_tokenizer import read_meta
 
 # ---- damaged files
 
@@ -101,8 +100,6 @@ def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
     message = f"^cannot read {tmp_path}: Is a directory; give another path"
     with pytest.raises(IsADirectoryError, match=message):
         untrusted_files.read_complete([tmp_path], pytest.fail)
-    with pytest.raises(IsADirectoryError, match=message):
-        read_meta(tmp_path)
 
 
 # ---- files that are being written

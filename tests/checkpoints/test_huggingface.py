@@ -335,7 +335,6 @@ ELSEWHERE = "; for the hub's model of this name, run the command in another fold
     ("gpt2", IS_ASKED),
     ("runs/last", f"there is no model at runs/last; found .*{ELSEWHERE}"),
     ("out-shakespeare-cha", f"found out-shakespeare-char, .*{ELSEWHERE}"),
-    ("a/out-shakespeare-char", f"found out-shakespeare-char, .*{ELSEWHERE}"),
 ])
 def test_a_name_like_a_path_or_a_model_that_is_here_is_not_asked_of_the_hub(
         name, message, hub, tmp_path):

@@ -393,7 +393,6 @@ REFUSED_MODELS = [ # model, model_args, a part of the line
     (ONE, {"n_layer": [1, 2]}, "numbers and text, got n_layer: list"),
     (ONE, {"n_head": 5}, "n_head must divide n_embd; got 5 and 768"),
     (ONE, {"n_layer": True}, "n_layer must be a whole number, at least 1"),
-    (ONE, {"n_inner": "9"}, "n_inner must be a whole number, at least 1"),
     (ONE, {"dropout": math.nan}, "dropout must be a number between 0 and 1;"),
     (ONE, {"gelu": "relu"}, "gelu must be 'none' or 'tanh'; got 'relu'"),
 ]

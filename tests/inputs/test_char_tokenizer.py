@@ -17,13 +17,6 @@ def load(folder, meta):
     return CharTokenizer(folder / "meta.pkl")
 
 
-def test_text_is_encoded_character_by_character(tmp_path):
-    tokenizer = load(tmp_path, {"stoi": {"a": 0, "b": 1}, "itos": {0: "a", 1: "b"}})
-    assert tokenizer.encode("bab") == [1, 0, 1]
-    assert tokenizer.size == 2
-    assert tokenizer.decode([1, 2, 0, 10**9]) == "b\ufffda\ufffd"
-
-
 def test_a_byte_order_mark_that_the_vocabulary_lacks_is_left_out(tmp_path):
     stoi = {"a": 0}
     assert load(tmp_path, {"stoi": stoi}).encode("\ufeffa") == [0]

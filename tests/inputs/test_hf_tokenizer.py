@@ -172,14 +172,6 @@ def test_a_damaged_vocabulary_and_an_error_of_the_library_are_one_line(
     assert str(error.value).isprintable()
 
 
-def test_a_huge_file_is_refused_before_it_takes_the_memory(tmp_path):
-    path = tmp_path / "vocab.txt"
-    with open(path, "wb") as file:
-        file.truncate(2**36) # of zeros that take no place
-    with pytest.raises(ValueError, match=f"cannot read {path}: it has more than 67108864 bytes"):
-        HFTokenizer(path, 300)
-
-
 @pytest.mark.parametrize("name, content, settings, message", [
     ("spiece.model", "", {}, "has spiece.model, but no tokenizer.json; transformers may"),
     ("vocab.json", "{}", {}, "merges.txt: it is missing"),

@@ -17,7 +17,6 @@ from pages import (
     write_lines,
     write_page,
 )
-from sampling.outputs.html import short_names
 from sampling.outputs.jsonl import Run
 from sampling.samples import Token
 from script_process import run_python
@@ -64,19 +63,6 @@ def test_a_page_holds_the_samples_and_the_settings_of_a_file(tmp_path):
     assert "<dt>file" not in text
     assert text.endswith("</main>\n</body>\n</html>\n")
     assert [len(tokens) for tokens in data_of(page)] == [2, 1]
-
-
-@pytest.mark.parametrize("paths, names", {
-    "/home/me/out-letters/ckpt.pt": "out-letters",
-    "ckpt.pt": "a model",
-    "log/model.pt": "model.pt",
-    "/a/x.jsonl /b/y.jsonl": "x.jsonl y.jsonl",
-    "/a/x.jsonl /b/x.jsonl": "a/x.jsonl b/x.jsonl",
-    "gpt2 me/gpt2": "gpt2 me/gpt2",
-    "../old/ckpt.pt old/ckpt.pt": "old old",
-}.items())
-def test_files_and_models_have_names_as_short_as_tells_them_apart(paths, names):
-    assert " ".join(short_names(paths.split())) == names
 
 
 def test_a_sample_without_log_probabilities_is_plain_text_with_their_mean(tmp_path):
@@ -184,7 +170,7 @@ LINE = Run({}, {}).line(finished_sample(0, "O", []))
     (None, "new.html", "error: there is no file '"),
     (b"", "new.jsonl", "give one or more files of samples, and the page: "),
     (b"", "new.html", "new.html is not written, because there is no sample to show"),
-], ids=["no-text", "no-reason", "not-a-page", "no-file", "no-page", "no-sample"])
+])
 def test_a_wrong_file_or_page_is_one_line_and_changes_nothing(tmp_path, content, page, message):
     mine = tmp_path / "mine.html"
     mine.write_text("<!DOCTYPE html>mine")

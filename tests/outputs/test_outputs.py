@@ -117,8 +117,7 @@ def test_other_files_are_refused_and_stay_unchanged(run, files, tmp_path, mine, 
     assert files() == before
 
 
-@pytest.mark.parametrize("num_whole, size, num_kept", [(3, -1, 4), (3, -2, 3), (2, 250, 2)],
-                         ids=["no-newline", "half-a-line", "half-the-first"])
+@pytest.mark.parametrize("num_whole, size, num_kept", [(3, -1, 4), (3, -2, 3), (2, 250, 2)])
 @pytest.mark.parametrize("latest", ["2", "3"])
 def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(
         run, tmp_path, num_whole, size, num_kept, latest):
@@ -283,12 +282,13 @@ def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
     assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 1
 
 
-@pytest.mark.parametrize("settings, has_bar", [
-    ({}, False), ({"score": True}, True), ({"out_file": "-"}, True)])
+@pytest.mark.parametrize("settings, is_terminal, has_bar", [
+    ({}, True, False), ({}, False, True), ({"score": True}, True, True),
+    ({"out_file": "-"}, True, True)])
 def test_a_progress_bar_disturbs_no_text_that_streams_to_a_terminal(
-        start, monkeypatch, settings, has_bar):
-    for stream in sys.stdout, sys.stderr:
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+        start, monkeypatch, settings, is_terminal, has_bar):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     outputs = Outputs(*start(html_file=None, **settings), model_of(), 1)
     outputs.finish() # which closes the bar
     assert (outputs.progress.bar is not None) == has_bar

@@ -30,21 +30,6 @@ def test_the_first_sample_streams_to_a_terminal(char_checkpoint, tiktoken_cache)
     assert num_parts > 40, "otherwise, 16 tokens come at once"
 
 
-def test_a_bar_comes_between_the_samples_that_tee_shows(
-        char_checkpoint, tiktoken_cache, run_script):
-    run = (f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=4",
-           "--max_new_tokens=1000", "--batch_size=1", "--context_shift", "--device=cpu")
-    screen = Terminal(run, tiktoken_cache, tee=True)
-    printed = screen.read_to_end()
-    screen.close()
-    screen.tee.wait()
-    assert re.search(r"%\|.* [\d.]+k/4.00k \[.*[1-3] sample", printed), "the bar"
-    expected = [line.rstrip() for line in run_script(*run).stdout.split("\n")]
-    expected = list(filter(None, expected))
-    assert [line for line in screen.shown if line in expected] == expected
-    assert not any("%|" in line for line in screen.shown)
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("no_color, force_color, expected", [
     ("", "", [False, True]), # empty: as if they were not set

@@ -11,8 +11,7 @@ from sampling.sampler.mt19937 import advance_mt19937
 from sampling.sampler.row_streams import RowStreams, RunStream, draw, exponentials
 from sampling.sampler.sampler import Sampler
 
-EVERYWHERE = pytest.mark.parametrize(
-    "full_vocabulary", [False, True], ids=["candidates", "all columns"])
+EVERYWHERE = pytest.mark.parametrize("full_vocabulary", [False, True])
 NO_IDS = torch.zeros(256, 0)
 
 
@@ -191,7 +190,7 @@ def test_kernels_draw_for_rows_that_start_late_and_rows_that_stay(num_init_draws
 
 @pytest.mark.parametrize("before", [0, 1, 623, 624])
 @pytest.mark.parametrize("count", [0, 1, 624, 5000, 1234567])
-@pytest.mark.parametrize("threshold", [mt19937.JUMP_THRESHOLD, 2000], ids=["walk", "jump"])
+@pytest.mark.parametrize("threshold", [mt19937.JUMP_THRESHOLD, 2000]) # walk, jump
 def test_advancing_equals_drawing(before, count, threshold, monkeypatch):
     monkeypatch.setattr(mt19937, "JUMP_THRESHOLD", threshold)
     drawn = torch.Generator().manual_seed(3)

@@ -140,8 +140,7 @@ if os.environ.get("RANK") == "1":
 
 
 @slow
-@pytest.mark.parametrize("rank, number", [("1", signal.SIGKILL), (None, signal.SIGINT)],
-                         ids=["a-process", "torchrun"])
+@pytest.mark.parametrize("rank, number", [("1", signal.SIGKILL), (None, signal.SIGINT)])
 def test_a_run_that_ends_early_can_be_resumed(start, run_script, folder, rank, number):
     """A signal kills one process, or interrupts torchrun. A single process resumes the run."""
     run = *LINES, "--num_samples=10", "--max_new_tokens=60"

@@ -12,24 +12,20 @@ CHANGES = { # what arguments change
     "--text=it's": {"text": "it's"},
     '--text="\\n\\n"': {"text": "\n\n"},
     "--text=" + "(" * 5000: {"text": "(" * 5000},
-    "--text two\twords": {"text": "two\twords"},
     "--count -3": {"count": -3},
     "--rate=1": {"rate": 1.0},
     "--top=none": {"top": None},
     "--flag --count=3": {"count": 3, "flag": True},
     "--flag false": {},
     "--flag --flag=0": {},
-    "--count=3 --count=4": {"count": 4},
     '--ends=["\\n\\n","KING"]': {"ends": ["\n\n", "KING"]},
     "--ends='[\"a\"]'": {"ends": '["a"]'},
     "--ends=A --ends=['B','C'] --count=3 --ends D": {"count": 3, "ends": ["A", "B", "C", "D"]},
     "--ends=A --ends=None --ends=B": {"ends": "B"},
-    "--ends=[A]": {"ends": ["A"]},
     "--ends=[\\n,it's]": {"ends": ["\n", "it's"]}, # a shell makes it of ["\n", "it's"]
     '--ends=["a",\tit"s,\'b\',\tc\\]': {"ends": ["a", 'it"s', "b", "c\\"]},
     "--ends=('A','B')": {"ends": ["A", "B"]},
     "--ends=(A)": {"ends": "(A)"},
-    "--ends=1,2": {"ends": "1,2"},
     '--ends="[A]"': {"ends": "[A]"},
     "--ends=[A": {"ends": "[A"},
     "--text=[A]": {"text": "[A]"},
@@ -37,7 +33,6 @@ CHANGES = { # what arguments change
     "--rate -00.5": {"rate": -0.5},
     "--pick=08": {"pick": 8},
     "--pick='8'": {"pick": "8"},
-    "--text=01": {"text": "01"},
 }
 
 
@@ -50,7 +45,6 @@ CARRIAGE_RETURN = "ends in a carriage return: save your script with Unix line en
 A_MODEL = "is not a settings file; if a model is there, pass --out_dir="
 ERRORS = {
     "--cuont=3": "unknown setting --cuont; did you mean count?; --help lists all settings",
-    "--cou=3": "unknown setting --cou; did you mean count?",
     "--co=3": "unknown setting --co; --help lists",
     "--inner=3": "unknown setting --inner; --help lists all settings",
     "--count=1 --n_layer=4 --cuont=3 --rate 1": "unknown setting --n_layer; --help lists",

@@ -69,7 +69,6 @@ def test_help_and_version_name_the_program_as_the_user_called_it(
     ("bool", [False]),
     ("str | NoneType", ["None", None]),
     ("str | list", ["[1]", ["\n", "a"]]),
-    ("int | str", ["5"]),
 ])
 def test_a_default_can_be_pasted_into_a_shell(types, defaults):
     types = types.split(" | ")
