@@ -17,8 +17,8 @@ from sampling.process import cores_are_busy, peak_memory
 from script_process import run_program, run_python
 
 FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
-HEAVY = {"torch", "numpy", "numba", "tiktoken", "transformers", "safetensors", "huggingface_hub",
-         "tqdm"}
+UNWANTED = (r"(torch|numpy|numba|tiktoken|transformers|safetensors|huggingface_hub|tqdm|"
+            r"configurator)\b")
 NOTEBOOK = f"""
 import runpy, signal, sys
 kept = [] # a notebook keeps the latest one
@@ -43,7 +43,7 @@ def test_help_and_invalid_settings_and_imports_do_not_import_torch(arguments, st
     done = run_python("-X", "importtime", *arguments, status=status)
     imported = re.findall(r"^import time:.*\| +(.*)", done.stderr, re.MULTILINE)
     assert "sampling.configurator" in imported
-    assert not {name.partition(".")[0] for name in imported} & {*HEAVY, "configurator"}
+    assert not [name for name in imported if re.match(UNWANTED, name)]
     messages = re.sub("import time:.*\n", "", done.stderr)
     assert re.fullmatch(output, done.stdout + messages, re.DOTALL)
 
@@ -66,7 +66,7 @@ def test_a_settings_file_that_imports_torch_finds_the_spinning_shortened(tmp_pat
     path.write_text("import os\nraise SystemExit(os.environ['GOMP_SPINCOUNT'])\n")
     unset = "env", "-u", "GOMP_SPINCOUNT"
     done = run_program(*unset, sys.executable, SCRIPT, path, status=2)
-    assert re.search(r"SystemExit: \d+\n", done.stderr), done.stderr
+    assert re.search(r"SystemExit: \d", done.stderr), done.stderr
 
 
 @pytest.fixture
