@@ -27,6 +27,7 @@ from measure import (
     HERE,
     QUARTER,
     SCRIPT,
+    SHORT,
     Case,
     contender,
     count,
@@ -167,11 +168,11 @@ def whole_processes(folder):
 
 
 def default_runs(model, folder):
-    """What a user waits for with no settings: ten samples of 500 tokens, past block_size."""
+    """What a user waits for without settings: ten samples of 500 tokens, past block_size."""
     row = f"{model}, default run (10 x 500)"
     return [
         (row, "nanoGPT's loop", other("nanogpt", folder, 10)(500)),
-        (row, "sample.py", sample_py(f"--out_dir={folder}", 10, start="\n")(500)),
+        (row, "sample.py", [sys.executable, SCRIPT, f"--out_dir={folder}", f"--start={SHORT}"]),
     ]
 
 
@@ -256,9 +257,9 @@ def main():
                 measured.append(timed(command))
             printed = subprocess.check_output(contender("limits", folder), text=True)
             limits.append([float(number) for number in printed.split()])
-        measured = [(row, name, times) for row, name, _, times in processes]
-        table = report(cases, measured, limits, options.rounds)
-    print(table)
+            measured = [(row, name, times) for row, name, _, times in processes]
+            table = report(cases, measured, limits, i + 1)
+            print(table, flush=True) # of the rounds so far
     if not (options.only or options.against):
         name = re.sub(r"\W+", "-", processor().lower())
         (HERE / "results" / f"{name}.md").write_text(table)
