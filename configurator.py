@@ -169,9 +169,7 @@ def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
 
 def to_argument(name: str, setting: Setting) -> str:
     """The argument that gives a setting its default, quoted for a shell."""
-    text = setting.default
-    if not isinstance(text, str):
-        text = repr(text)
+    text = setting.default if isinstance(setting.default, str) else repr(setting.default)
     if not text.isprintable() or parse(name, text, setting.types) != setting.default:
         text = json.dumps(text, ensure_ascii=False) # a Python literal too
     return f"--{name}={shlex.quote(text)}"

@@ -172,7 +172,8 @@ def default_runs(model, folder):
     row = f"{model}, default run (10 x 500)"
     return [
         (row, "nanoGPT's loop", other("nanogpt", folder, 10)(500)),
-        (row, "sample.py", [sys.executable, SCRIPT, f"--out_dir={folder}", f"--start={SHORT}"]),
+        (row, "sample.py", [sys.executable, SCRIPT, f"--out_dir={folder}", f"--start={SHORT}",
+                            "--device=cpu"]),
     ]
 
 
