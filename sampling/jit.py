@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from threading import RLock, local
 from types import FunctionType
@@ -59,7 +60,6 @@ def load(calls: dict[Kernel, tuple]) -> None:
     indexes of the cache and try once more.
     """
     with run_lock:
-        is_new = False
         num_threads = torch.get_num_threads()
         for kernel, arguments in calls.items():
             if kernel.signatures: # this process has it already
@@ -70,12 +70,16 @@ def load(calls: dict[Kernel, tuple]) -> None:
                 for path in Path(kernel.stats.cache_path or "/nowhere").glob("*.nbi"):
                     path.unlink(missing_ok=True)
                 kernel(*arguments)
-            if not is_new and sum(kernel.stats.cache_misses.values()):
-                is_new = True
-                logger.info("compiling kernels for this processor, once, which takes some seconds "
-                            "...")
+            if sum(kernel.stats.cache_misses.values()):
+                announce()
         # Where both share an OpenMP, torch has as many threads as numba now.
         torch.set_num_threads(num_threads)
+
+
+@cache
+def announce() -> None:
+    """Say once that kernels are compiled."""
+    logger.info("compiling kernels for this processor, once, which takes some seconds ...")
 
 
 def run(kernel: Kernel, work: int, *arguments: Any) -> Any:

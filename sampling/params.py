@@ -180,8 +180,8 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
     if settings["score"]:
         useless = [name for name in SAMPLING_SETTINGS if name in flags]
         if useless:
-            raise SettingError("score=True generates no samples: leave out score, or all of "
-                               f"{', '.join(useless)}", "score")
+            raise SettingError("score=True generates no samples: leave out score, or "
+                               f"{' and '.join(useless)}", "score")
         settings = {name: value for name, value in settings.items()
                     if name not in SAMPLING_SETTINGS}
     check_options({**settings, "flags": flags})

@@ -220,6 +220,7 @@ def is_compiled(tmp_path, monkeypatch, messages):
     """is_compiled() loads a new kernel, as a new process does. Returns whether it was compiled."""
     def load():
         messages.clear()
+        jit.announce.cache_clear()
         kernel = jit.parallel(double)
         x = np.ones(5)
         for _ in range(2): # the second call says nothing

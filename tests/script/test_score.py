@@ -139,7 +139,7 @@ def test_settings_that_only_sampling_has_are_an_error_on_the_command_line_only(s
     assert wrong.returncode == 2
     assert wrong.stdout == ""
     assert wrong.stderr == (
-        "error: score=True generates no samples: leave out score, or all of num_samples, "
+        "error: score=True generates no samples: leave out score, or num_samples and "
         "temperature\n")
 
 
