@@ -4,7 +4,6 @@ import math
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from operator import and_
@@ -200,27 +199,12 @@ def check_options(options: Settings) -> None:
             raise SettingError(remedy, *names)
 
 
-def choose_seed(seed: int | str, flag: str = "--seed") -> int:
-    """Return the seed that the setting asks for.
-
-    For "random", draw one and log it. flag: how a user sets the seed.
-    """
+def choose_seed(seed: int | str) -> int:
+    """Return the seed that the setting asks for. For "random", draw one and log it."""
     if seed == "random":
         seed = int.from_bytes(os.urandom(4), "big")
-        logger.info(f"seed: {seed}, drawn at random; {flag}={seed} gives the same samples again")
+        logger.info(f"seed: {seed}, drawn at random; seed={seed} gives the same samples again")
     return seed
-
-
-def warn_about_spelling(stop_texts: list[str], newline: str = "--stop='\"\\n\"'") -> None:
-    for text in stop_texts:
-        composed = unicodedata.normalize("NFC", text)
-        if text != composed:
-            logger.warning(f"the stop text {text!a:.100} is decomposed (NFD); most texts have "
-                           f"{composed!a:.100}")
-        if "\\n" in text:
-            logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you "
-                           "mean a newline, write the text in quotes, as Python does: "
-                           f"{newline}")
 
 
 @dataclass(frozen=True)
@@ -242,7 +226,7 @@ class SamplingParams:
         # The instance is frozen: only vars() can change it.
         vars(self).update(plain(vars(self)))
         check_values(vars(self))
-        vars(self)["seed"] = choose_seed(self.seed, "seed")
+        vars(self)["seed"] = choose_seed(self.seed)
 
     @property
     def stop_texts(self) -> list[str]:
@@ -277,9 +261,7 @@ def choose_params(settings: Settings) -> SamplingParams | ScoringParams:
     if num_logprobs is None and (settings["out_file"] or settings["show_probs"]):
         num_logprobs = 0
     values = {f.name: settings[f.name] for f in fields(SamplingParams) if f.name in settings}
-    params = SamplingParams(**values, num_logprobs=num_logprobs)
-    warn_about_spelling(params.stop_texts)
-    return params
+    return SamplingParams(**values, num_logprobs=num_logprobs)
 
 
 # The settings that scoring does not have. num_logprobs is not one: scores have it too.

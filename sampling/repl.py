@@ -19,13 +19,7 @@ from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import (
-    CONFLICTS,
-    SamplingParams,
-    ScoringParams,
-    choose_seed,
-    warn_about_spelling,
-)
+from sampling.params import CONFLICTS, SamplingParams, ScoringParams
 from sampling.process import is_out_of_memory
 from sampling.samples import Prompt, Sample
 from sampling.text_generator import TextGenerator
@@ -230,8 +224,11 @@ class Session:
     def change_or_show(self, name: str, text: str) -> None:
         """Change a setting if the user gave a value, or if it is a flag. Then show it."""
         require_setting(name)
+        # A newline is meant: a shell would take the outer quotes away.
+        if name == "stop" and text in ("\\n", "'\"\\n\"'"):
+            text = '"\\n"'
         if text or TYPES[name] == ["bool"]:
-            self.change_params(name, setting_value(name, text or "True"))
+            self.change_params(name, parse(name, text or "True", TYPES[name]))
         self.show_settings([name])
 
     def change_params(self, name: str, value: Any) -> None:
@@ -246,8 +243,6 @@ class Session:
             self.printer = Printer(self.printer.tokenizer, self.show_probs)
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
-        if name == "stop":
-            warn_about_spelling(params.stop_texts, ':stop="\\n"')
 
     def sample_again(self) -> None:
         last = self.require_sample()
@@ -315,16 +310,6 @@ def require_setting(name: str) -> None:
     near = suggest(name, [*COMMANDS, *TYPES])
     raise ValueError(f"unknown command ':{name:.100}'{near}; :help lists all commands; put a "
                      "prompt that begins with a colon in quotes")
-
-
-def setting_value(name: str, text: str) -> Any:
-    """The value that a user has typed for a setting. Raises ValueError if it is of another type."""
-    if name == "seed" and text == "random":
-        return choose_seed(text, ":seed")
-    # A newline is meant: a shell would take the outer quotes away.
-    if name == "stop" and text in ("\\n", "'\"\\n\"'"):
-        text = '"\\n"'
-    return parse(name, text, TYPES[name])
 
 
 def complete(line: str, index: int) -> str | None:

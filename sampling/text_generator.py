@@ -2,6 +2,7 @@
 all use it.
 """
 import logging
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -117,14 +118,16 @@ class TextGenerator:
         return engine.generate(self.announce(samples, params))
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises ValueError if this model cannot be sampled so."""
+        """Raises ValueError if this model cannot be sampled so. Warns of useless stop texts."""
         if params.context_shift and not self.backend.has_cache:
             raise ValueError("context_shift=True shortens a cache, but the model of model_file "
                              "runs itself, without one: leave out context_shift")
+        if params.stop_texts != self.checked_stops:
+            self.checked_stops = params.stop_texts
+            self.warn_about_stops()
 
     def announce(self, samples: Iterable[Sample], params: SamplingParams) -> Iterator[Sample]:
         """Yield the samples. Says what the user may not expect of them."""
-        self.warn_about_missing(params.stop_texts)
         block_size = self.backend.config.block_size
         can_shift = self.backend.has_cache and not params.context_shift
         is_crop_announced = False
@@ -145,13 +148,17 @@ class TextGenerator:
                             "half: much faster, but other text")
             yield sample
 
-    def warn_about_missing(self, stop_texts: list[str]) -> None:
-        if stop_texts == self.checked_stops:
-            return
-        self.checked_stops = stop_texts
-        for text in stop_texts:
-            missing = self.tokenizer.missing_from(text)
-            if missing and "\\n" not in text: # warn_about_spelling has warned of a \n
+    def warn_about_stops(self) -> None:
+        for text in self.checked_stops:
+            composed = unicodedata.normalize("NFC", text)
+            if text != composed:
+                logger.warning(f"the stop text {text!a:.100} is decomposed (NFD); most texts have "
+                               f"{composed!a:.100}")
+            if "\\n" in text:
+                logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if "
+                               "you mean a newline, write the text in quotes, as Python does: "
+                               "--stop='\"\\n\"' in a shell, :stop=\"\\n\" in a session")
+            elif missing := self.tokenizer.missing_from(text):
                 logger.warning(f"the stop text {text!r:.100} never occurs: "
                                f"{self.tokenizer.source} lacks {min(missing)!r}")
 

@@ -116,7 +116,7 @@ def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(
     run = f"--out_dir={char_checkpoint}", "--num_samples=2", "--max_new_tokens=30"
     saved = *run, f"--out_file={tmp_path}/a.jsonl"
     first = run_script(*saved, "--seed=random")
-    drawn = re.search(r"seed: (\d+), drawn at random; --seed=\1 gives", first.stderr)[1]
+    drawn = re.search(r"seed: (\d+), drawn at random; seed=\1 gives", first.stderr)[1]
     assert run_script(*run, "--seed=random").stdout != first.stdout
     assert run_script(*run, f"--seed={drawn}").stdout == first.stdout
     for line in (tmp_path / "a.jsonl").read_text().splitlines():
