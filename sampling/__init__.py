@@ -56,9 +56,9 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     "user/model") or the folder of a GPT-2 model. The other arguments mean the same as in sample.py.
     Raises OSError or ValueError if there is no such model, or if it cannot be used here.
 
-    Changes settings of the whole process: on a CPU glibc's malloc, and how long the threads of
-    OpenMP spin; on CUDA the current device, the precision of matrix products and the attention
-    kernels; with compile, torch.compile's limits and PYTHONSAFEPATH.
+    Changes settings of the whole process: on a CPU how long the threads of OpenMP spin; on CUDA the
+    current device, the precision of matrix products and the attention kernels; with compile,
+    torch.compile's limits and PYTHONSAFEPATH.
     """
     shorten_spinning() # also for torch's threads, if torch is not imported yet
     from sampling.checkpoints.finding import huggingface_config

@@ -24,9 +24,6 @@ if TYPE_CHECKING: # it takes a second
     import torch
 
 logger = logging.getLogger(__name__)
-# mallopt's parameters, as glibc's malloc.h numbers them.
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(
@@ -278,18 +275,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     text = traceback.format_exception_only(error)[-1] # unlike str, it never raises
     is_named = OUT_OF_MEMORY.search(text) is not None
     return (has_type and is_named) or is_out_of_memory(error.__context__)
-
-
-def limit_malloc_trim() -> None:
-    """Let glibc keep up to 64 MB of freed memory for the next step, instead of returning it to the
-    system. Every step allocates and frees the same megabytes, and each page that was returned would
-    cost a page fault. Arrays of 16 MB or more, which the user's program may have, are always
-    returned: no array of a step of GPT-2 124M is larger.
-    """
-    with suppress(AttributeError, OSError, TypeError): # another system, or another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
-        libc.mallopt(M_MMAP_THRESHOLD, 16 * 2**20)
 
 
 def return_freed_memory() -> None:

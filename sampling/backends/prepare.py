@@ -122,9 +122,6 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
         else:
             backend = EagerBackend(gpt, options.compile)
     backend.num_params = sum(map(math.prod, shapes.values()))
-    if device.type == "cpu":
-        # This comes last, or what loading has freed would stay as holes in the heap.
-        process.limit_malloc_trim()
     return backend
 
 
