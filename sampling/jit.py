@@ -43,9 +43,8 @@ def parallel(function: FunctionType, variant: str = "", **options: Any) -> Kerne
     other types or on other processors, could take the same number. So each variant and each
     processor has a function of its own.
     """
-    function = FunctionType(function.__code__, function.__globals__, function.__name__)
-    parts = [function.__name__, variant, get_host_cpu_name()]
-    function.__qualname__ = "_".join(filter(None, parts))
+    function = FunctionType(function.__code__, function.__globals__)
+    function.__qualname__ = f"{function.__name__}_{variant}_{get_host_cpu_name()}"
     with suppress(RuntimeError): # neither this folder nor the user's cache is writable
         cached = njit(cache=True, parallel=True, **OPTIONS, **options)(function)
         # A user without a home has a cache in ./~.
@@ -84,8 +83,8 @@ def announce() -> None:
 
 def run(kernel: Kernel, work: int, *arguments: Any) -> Any:
     """Call a kernel with the threads that its multiply-adds are worth, of those torch uses."""
-    most = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
-    num_threads = min(most, 1 + work // WORK_PER_THREAD)
+    num_threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS,
+                      1 + work // WORK_PER_THREAD)
     # numba keeps the number for each Python thread.
     if getattr(this_thread, "num_threads", None) != num_threads:
         numba.set_num_threads(num_threads)

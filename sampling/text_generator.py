@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from sampling.backends.backend import Backend
-from sampling.backends.prepare import choose_device_and_dtype, prepare_backend
+from sampling.backends.prepare import choose_device, choose_dtype, prepare_backend
 from sampling.checkpoints.build import Checkpoint
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.model_source import NANOGPT
@@ -22,7 +22,7 @@ from sampling.inputs.prompts import at, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.params import ALIASES, ModelOptions, SamplingParams, ScoringParams, check_values
-from sampling.process import check_fork, system_interrupts
+from sampling.process import check_fork, return_freed_memory, system_interrupts
 from sampling.samples import Prompt, Sample, Score, Updates
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,9 @@ class TextGenerator:
         """
         check_values(plain({"num_samples": num_samples, "batch_size": batch_size}))
         samples = self.samples_of(prompts, num_samples)
-        steps = self.run(samples, params, batch_size, **settings)
-        return [sample for sample, _ in steps if sample.finish_reason]
+        for _ in self.run(samples, params, batch_size, **settings):
+            pass
+        return samples
 
     def stream(self, prompt: str, params: SamplingParams | None = None,
                **settings: Any) -> Iterator[str]:
@@ -171,7 +172,9 @@ def load_model(name: str, is_huggingface: bool, options: ModelOptions,
     cannot be used here.
     """
     is_nanogpts = options.model_file not in (None, NANOGPT)
-    device, dtype = choose_device_and_dtype(options.device, options.dtype, is_nanogpts)
+    return_freed_memory() # that of the model before this one
+    device = choose_device(options.device)
+    dtype = choose_dtype(device, options.dtype, is_nanogpts)
     # In the caller's inference mode, the weights could not be used outside of it; nor on the
     # caller's default device.
     with torch.inference_mode(False), torch.device("cpu"):

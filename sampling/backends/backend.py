@@ -33,7 +33,7 @@ if has_fast_onednn:
 class Backend:
     """A GPT prepared for one kind of device.
 
-    Each subclass defines new_cache and logits, and what differs by device.
+    Each subclass defines logits, new_cache if it has a cache, and what differs by device.
 
     All backends compute the same logits, up to rounding.
     """
@@ -65,16 +65,12 @@ class Backend:
         """Free what is kept for a next batch. The caller has released its cache."""
 
     def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
-        """Run the model on ids (B, T), which follow the tokens in the cache.
+        """Run the model on ids (B, T), which follow the tokens in the cache, inside inference().
 
         Returns the logits of the last num_positions positions of each row: (B * num_positions, V).
         The next call may overwrite them. If ids has one row and the cache is empty, all rows of the
         cache get it: one prefill for equal prompts.
         """
-
-    def text_logits(self, ids: Tensor, num_positions: int) -> Tensor:
-        """The logits (B * num_positions, V) of the last positions of scored texts (B, T)."""
-        return self.logits(ids, None, num_positions)
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -112,7 +108,7 @@ class Backend:
         block_size, the window.
         """
         config = self.config
-        num_tokens = min(length, self.config.block_size)
+        num_tokens = min(length, config.block_size)
         # The keys and values of a token.
         cache_bytes = 2 * config.n_layer * config.n_embd * self.cache_itemsize
         # About ten activations of a token.
@@ -172,7 +168,6 @@ class EagerBackend(Backend):
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         return self.model.new_cache(num_rows, capacity)
 
-    @torch.no_grad()
     def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
         # torch.compile compiles again for other strides.
         ids = ids.clone(memory_format=torch.contiguous_format)
@@ -192,7 +187,7 @@ class OwnBackend(Backend):
     max_rows = 16 # more are not faster
 
     def __init__(self, model: OwnModel, config: GPTConfig, device: torch.device, dtype: torch.dtype,
-                 compile: bool = False):
+                 compile: bool):
         self.model = model
         self.config = config
         self.device = device
@@ -201,10 +196,10 @@ class OwnBackend(Backend):
         self.max_forward_tokens = 1024 if device.type == "cpu" else 2**20
         if model.needs_single_rows:
             self.max_rows = self.max_forward_tokens = 1
-        gpt = model.gpt.to(device)
-        model.forward = compiled(gpt) if compile else gpt
-        is_faster = has_fast_onednn and device.type == "cpu" and not compile
-        self.many_rows = ManyRows if is_faster else nullcontext
+        model.gpt.to(device)
+        if compile:
+            model.gpt = compiled(model.gpt)
+        self.uses_onednn = has_fast_onednn and device.type == "cpu" and not compile
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high") # TF32
             torch.backends.cuda.enable_cudnn_sdp(True) # the default, which CUDABackend changes
@@ -212,16 +207,11 @@ class OwnBackend(Backend):
             self.min_flush_steps = 4
             self.max_batch_bytes = 2**33
 
-    def new_cache(self, num_rows: int, capacity: int) -> None:
-        """None: see above."""
-
     def logits(self, ids: Tensor, cache: None, num_positions: int = 1) -> Tensor:
-        """Of the last position only: num_positions is 1, because there is no draft."""
+        """As sample.py computes the last position, or as train.py computes several, for scores."""
+        if num_positions > 1:
+            return self.model(ids, targets=ids)[:, -num_positions:].flatten(0, 1)
         rows = max(1, self.max_forward_tokens // ids.size(1))
         # A single row keeps nanoGPT's own operators.
-        with self.many_rows() if len(ids) > 1 else nullcontext():
+        with ManyRows() if self.uses_onednn and len(ids) > 1 else nullcontext():
             return torch.cat([self.model(part)[:, -1] for part in ids.split(rows)])
-
-    def text_logits(self, ids: Tensor, num_positions: int) -> Tensor:
-        """As train.py computes them."""
-        return self.model(ids, targets=ids)[:, -num_positions:].flatten(0, 1)

@@ -6,6 +6,7 @@ R = B * T.
 import logging
 from collections.abc import Mapping
 from threading import RLock
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,18 +38,15 @@ class Linear:
     It also applies GELU, or adds a residual.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None):
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor):
         if isinstance(weight, QuantizedWeight):
             values, scales = weight
         else:
-            values = weight.float()
+            values = weight
             scales = torch.ones(len(weight))
-        if bias is None:
-            bias = torch.zeros(len(values))
-        # float(): the caller's default dtype may be float64, for which numba would compile again.
         self.weight = as_array(values)
-        self.scales = as_array(scales.float())
-        self.bias = as_array(bias.float())
+        self.scales = as_array(scales)
+        self.bias = as_array(bias)
         self.kernel = kernels.LINEAR[self.weight.dtype.name]
 
     def __call__(self, x: np.ndarray, gelu: str | None = None,
@@ -68,21 +66,18 @@ class Linear:
                        residual)
 
 
-class LayerNorm:
-    def __init__(self, weight: Tensor, bias: Tensor | None, epsilon: float):
-        if bias is None:
-            bias = torch.zeros(len(weight))
-        self.weight = as_array(weight.float())
-        self.bias = as_array(bias.float())
-        self.epsilon = epsilon
-        # So much work gets as many threads as the Linears around it. To change their number costs
-        # more than it saves.
-        self.work_per_row = len(weight) ** 2
+class LayerNorm(NamedTuple):
+    """A LayerNorm of the model. Its fields are the kernel's arguments."""
+    weight: np.ndarray # (E,)
+    bias: np.ndarray # (E,)
+    epsilon: float
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """(R, E) -> (R, E)."""
-        work = len(x) * self.work_per_row
-        return jit.run(kernels.layer_norm, work, x, self.weight, self.bias, self.epsilon)
+        # So much work gets as many threads as the Linears around it. To change their number costs
+        # more than it saves.
+        work = x.size * len(self.weight)
+        return jit.run(kernels.layer_norm, work, x, *self)
 
 
 class CPUBackend(Backend):
@@ -97,15 +92,14 @@ class CPUBackend(Backend):
 
     def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight],
                  int8: bool = False, draft: bool = False):
-        def linear(name: str) -> Linear:
+        def layer(name: str) -> Linear | LayerNorm:
             weight = weights[f"{name}.weight"]
+            bias = weights.get(f"{name}.bias", torch.zeros(weight.shape[0]))
+            if len(weight.shape) == 1:
+                return LayerNorm(as_array(weight), as_array(bias), config.layer_norm_epsilon)
             if int8 and not isinstance(weight, QuantizedWeight):
                 weight = quantize(weight)
-            return Linear(weight, weights.get(f"{name}.bias"))
-
-        def layer_norm(name: str) -> LayerNorm:
-            bias = weights.get(f"{name}.bias")
-            return LayerNorm(weights[f"{name}.weight"], bias, config.layer_norm_epsilon)
+            return Linear(weight, bias)
 
         self.config = config
         self.weights = weights
@@ -114,20 +108,17 @@ class CPUBackend(Backend):
         self.may_make_draft = draft and not int8
         self.draft_lock = RLock() # a signal handler may sample, too
         load_kernels(self.dtype_name)
-        self.lm_head = linear("lm_head")
+        self.lm_head = layer("lm_head")
         # The embedding is a Linear too, of which only the rows are used.
         self.wte = self.lm_head
         if not config.tie_word_embeddings:
-            self.wte = linear("transformer.wte")
-        self.wpe = as_array(weights["transformer.wpe.weight"].float())
-        self.ln_f = layer_norm("transformer.ln_f")
+            self.wte = layer("transformer.wte")
+        self.wpe = as_array(weights["transformer.wpe.weight"])
+        self.ln_f = layer("transformer.ln_f")
+        parts = "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"
         self.blocks = []
         for i in range(config.n_layer):
-            name = f"transformer.h.{i}"
-            norms = [layer_norm(f"{name}.{part}") for part in ("ln_1", "ln_2")]
-            linears = [linear(f"{name}.{part}")
-                       for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
-            self.blocks.append((*norms, *linears))
+            self.blocks.append([layer(f"transformer.h.{i}.{part}") for part in parts])
 
     def draft_for(self, num_tokens: int) -> "CPUBackend | None":
         """The int8 copy. The first sample that it pays for makes it; all later ones get it too."""
@@ -144,63 +135,62 @@ class CPUBackend(Backend):
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         return KVCache(self.config, num_rows, capacity, self.device, torch.float32)
 
-    @torch.inference_mode()
     def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
         B, T = ids.shape
         start = 0 if cache is None else cache.seq_len
-        rows = ids.flatten().numpy()
-        x = self.wte.weight[rows] * self.wte.scales[rows, None] # (R, E)
-        x = (x.reshape(B, T, -1) + self.wpe[start:start + T]).reshape(B * T, -1)
+        rows = ids.contiguous().numpy() # (B, T)
+        x = self.wte.weight[rows] * self.wte.scales[rows, None] # (B, T, E)
+        x = (x + self.wpe[start:start + T]).reshape(B * T, -1) # (R, E)
         num_last = T # positions that are needed from here on
-        for layer, block in enumerate(self.blocks):
-            ln_1, ln_2, c_attn, attn_c_proj, c_fc, mlp_c_proj = block
+        for i, block in enumerate(self.blocks):
+            ln_1, c_attn, attn_c_proj, ln_2, c_fc, mlp_c_proj = block
             if block is self.blocks[-1]:
                 num_last = num_positions
+            past = None if cache is None else cache.layers[i] # (2, B, H, C, D)
             qkv = c_attn(ln_1(x)) # (R, 3 * E)
             if num_last < T:
                 x = x.reshape(B, T, -1)[:, -num_last:]
                 x = np.ascontiguousarray(x).reshape(B * num_last, -1)
-            x = attn_c_proj(self.attention(qkv, cache, layer, B, num_last), residual=x)
+            x = attn_c_proj(self.attention(qkv, past, start, B, num_last), residual=x)
             x = mlp_c_proj(c_fc(ln_2(x), gelu=self.config.gelu), residual=x)
         if cache is not None:
             cache.seq_len += T
         return torch.from_numpy(self.lm_head(self.ln_f(x)))
 
-    def attention(self, qkv: np.ndarray, cache: KVCache | None, layer: int, B: int,
+    def attention(self, qkv: np.ndarray, past: Tensor | None, start: int, B: int,
                   num_last: int) -> np.ndarray:
         """Queries, keys and values (R, 3 * E) of a layer -> results of attention (B * num_last, E)
-        for the last positions of each row. Appends the keys and values to the cache.
+        for the last positions of each row. Writes the keys and values to the cache's layer, past,
+        from position start on.
         """
         E = self.config.n_embd
         H = self.config.n_head
         T = len(qkv) // B
-        start = 0 if cache is None else cache.seq_len
         S = start + T
-        has_row_each = cache is not None and cache.layers[layer].size(1) == B
+        has_row_each = past is not None and past.size(1) == B
         if has_row_each and num_last == T <= MAX_KERNEL_TOKENS:
-            keys, values = cache.layers[layer].numpy() # (B, H, C, D) each
+            keys, values = past.numpy() # (B, H, C, D) each
             work = 2 * len(qkv) * S * E
             return jit.run(kernels.attention, work, qkv, keys, values, start)
-        heads = torch.from_numpy(qkv).view(B, T, 3, H, E // H)
-        q, k, v = heads.permute(2, 0, 3, 1, 4) # (B, H, T, D) each
-        if cache is not None:
-            keys, values = cache.layers[layer][..., :S, :]
-            keys[:, :, start:] = k # one row goes to all rows
-            values[:, :, start:] = v
-            k = keys[:B] # (B, H, S, D) each
-            v = values[:B]
+        heads = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4)
+        q, k, v = heads # (B, H, T, D) each
+        if past is not None:
+            past[..., start:S, :] = heads[1:] # one row goes to all rows
+            k, v = past[:, :B, :, :S] # (B, H, S, D) each
         mask = None
         if 1 < num_last < S:
             mask = torch.ones(num_last, S, dtype=torch.bool).tril(S - num_last)
         is_causal = 1 < num_last == S
         y = F.scaled_dot_product_attention(q[:, :, -num_last:], k, v, mask, is_causal=is_causal)
-        return y.transpose(1, 2).contiguous().view(-1, E).numpy()
+        return y.transpose(1, 2).reshape(-1, E).numpy()
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """The tensor's own memory, or a copy if its layout is another."""
-    array = tensor.detach().contiguous().numpy()
-    return array if array.flags.aligned else array.copy()
+    """The tensor's own memory, or a copy if its dtype or its layout is another."""
+    # The caller's default dtype may be float64, for which numba would compile again.
+    if tensor.dtype != torch.int8:
+        tensor = tensor.float()
+    return np.require(tensor.detach().numpy(), requirements=["C_CONTIGUOUS", "ALIGNED"])
 
 
 def load_kernels(dtype: str) -> None:

@@ -299,16 +299,13 @@ def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
     """
     num_samples, num_heads, _, width = keys.shape
     num_tokens = len(qkv) // num_samples
-    y = np.empty((len(qkv), num_heads * width), np.float32)
+    heads = qkv.reshape(num_samples, num_tokens, 3, num_heads, width)
+    y = np.empty((num_samples, num_tokens, num_heads, width), np.float32)
     for i in prange(num_samples * num_heads):
         b = i // num_heads
         h = i % num_heads
-        rows = slice(b * num_tokens, (b + 1) * num_tokens)
-        q = h * width
-        k = q + num_heads * width
-        v = k + num_heads * width
-        new_k = qkv[rows, k:k + width]
-        new_v = qkv[rows, v:v + width]
-        new_q = qkv[rows, q:q + width]
-        attend_head(new_q, keys[b, h], values[b, h], new_k, new_v, start, y[rows, q:q + width])
-    return y
+        q = heads[b, :, 0, h] # (T, D) each
+        k = heads[b, :, 1, h]
+        v = heads[b, :, 2, h]
+        attend_head(q, keys[b, h], values[b, h], k, v, start, y[b, :, h])
+    return y.reshape(len(qkv), num_heads * width)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from sampling.backends.backend import EagerBackend
 from sampling.model import GPT, Block, KVCache, linear_dtype
-from sampling.process import is_out_of_memory
+from sampling.process import first_sentence, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 # A step attends to a multiple of this many positions, or to all. Each number has its own graph.
@@ -104,7 +104,6 @@ class CUDABackend(EagerBackend):
         # With fewer, the new graphs would cost more.
         return num_rows > 32 and 2 * num_unfinished <= num_rows
 
-    @torch.no_grad()
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
         with self.lock: # another thread must not write the inputs of a step before it runs
             is_decode_step = cache is not None and cache.seq_len > 0 and ids.size(1) == 1
@@ -153,8 +152,8 @@ class CUDABackend(EagerBackend):
         cache.stream.wait_stream(caller)
         try:
             # torch.cuda.graph may leave its own stream current when it fails: the outer block
-            # returns to the caller's.
-            with torch.cuda.device(self.device), torch.cuda.stream(cache.stream):
+            # returns to the caller's. It also selects the stream's device.
+            with torch.cuda.stream(cache.stream):
                 # The first run creates what must not be created during a capture, such as the
                 # workspace of cuBLAS.
                 self.decode_step(cache, num_keys)
@@ -175,7 +174,7 @@ class CUDABackend(EagerBackend):
         """
         while error.__context__ is not None: # the first error says more than those that it caused
             error = error.__context__
-        reason = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {first_sentence(error)}"
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError:

@@ -18,17 +18,6 @@ logger = logging.getLogger(__name__)
 MIN_KERNEL_STEPS = 50 # loading the kernels takes as long as some steps
 
 
-def choose_device_and_dtype(device: str, dtype: str,
-                            is_nanogpts: bool = False) -> tuple[torch.device, torch.dtype]:
-    """Where, and with which numbers, a model will compute.
-
-    First return the freed memory of the model before it.
-    """
-    process.return_freed_memory()
-    chosen = choose_device(device)
-    return chosen, choose_dtype(chosen, dtype, is_nanogpts)
-
-
 def choose_device(name: str) -> torch.device:
     """The device of this name; 'auto' is CUDA, then MPS, then the CPU, which also stands in for a
     GPU that cannot run a kernel. If torchrun started several processes, each uses another GPU of
@@ -70,25 +59,26 @@ def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> 
     'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere. is_nanogpts: as nanoGPT,
     which takes bfloat16 even where the GPU emulates it.
     """
-    if name == "int8" and device.type != "cpu":
-        raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, "
-                         "or device=cpu")
     if name == "int8":
+        if device.type != "cpu":
+            raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use "
+                             "dtype=bfloat16, or device=cpu")
         process.has_numba(is_required=True)
     if device.type == "mps" and name in ("float16", "bfloat16") and torch.__version__ < (2, 11):
         raise ValueError(f"dtype={name} on MPS needs torch 2.11 or newer, because older ones "
                          f"compute wrong attention; got torch {torch.__version__}: use "
                          "dtype=float32, or install a newer torch")
-    if device.type != "cuda":
-        return torch.float32 if name == "auto" else getattr(torch, name)
-    with torch.cuda.device(device): # is_bf16_supported asks about the current device
-        if name == "auto": # emulation is slow
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=is_nanogpts)
-            name = "bfloat16" if has_bf16 else "float16"
-        elif name == "bfloat16" and not torch.cuda.is_bf16_supported():
-            raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or "
-                             "dtype=float32")
-        return getattr(torch, name)
+    if device.type == "cuda":
+        with torch.cuda.device(device): # is_bf16_supported asks about the current device
+            if name == "auto": # emulation is slow
+                has_bf16 = torch.cuda.is_bf16_supported(including_emulation=is_nanogpts)
+                name = "bfloat16" if has_bf16 else "float16"
+            elif name == "bfloat16" and not torch.cuda.is_bf16_supported():
+                raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or "
+                                 "dtype=float32")
+    elif name == "auto":
+        name = "float32"
+    return getattr(torch, name)
 
 
 def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
@@ -106,14 +96,17 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
         os.environ.setdefault("PYTHONSAFEPATH", "1") # from Python 3.11 on
     process.limit_threads()
     config = checkpoint.config
+    is_int8 = dtype == torch.int8
+    is_cpu = device.type == "cpu" and not options.compile
+    is_long = num_steps is None or num_steps >= MIN_KERNEL_STEPS
+    wants_kernels = is_cpu and (is_int8 or (dtype == torch.float32 and is_long))
     # A tied head counts once.
-    shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()}
+    num_params = sum(math.prod(weight.shape) for weight in set(checkpoint.state_dict.values()))
     if checkpoint.own_model:
         backend = OwnBackend(checkpoint.own_model, config, device, dtype, options.compile)
-    elif (wants_kernels(device, dtype, options, num_steps)
-          and process.has_numba(dtype == torch.int8)):
+    elif wants_kernels and process.has_numba(is_required=is_int8):
         from sampling.backends.cpu import CPUBackend
-        backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, options.draft)
+        backend = CPUBackend(config, checkpoint.state_dict, is_int8, options.draft)
     else:
         gpt = cast_linears(build_gpt(checkpoint), dtype).to(device)
         if device.type == "cuda":
@@ -121,7 +114,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
             backend = CUDABackend(gpt, options.compile, options.cuda_graphs)
         else:
             backend = EagerBackend(gpt, options.compile)
-    backend.num_params = sum(map(math.prod, shapes.values()))
+    backend.num_params = num_params
     return backend
 
 
@@ -133,16 +126,6 @@ def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | 
     if num_samples is None or process.world_size() > 1:
         return None
     return -(-num_samples // (batch_size or Backend.max_rows)) * max_new_tokens
-
-
-def wants_kernels(device: torch.device, dtype: torch.dtype, options: ModelOptions,
-                  num_steps: int | None) -> bool:
-    """Whether a run should use CPUBackend's kernels: on a CPU in float32 and int8, unless it is too
-    short for them.
-    """
-    is_long = num_steps is None or num_steps >= MIN_KERNEL_STEPS
-    is_cpu = device.type == "cpu" and not options.compile
-    return is_cpu and (dtype == torch.int8 or (dtype == torch.float32 and is_long))
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

@@ -25,13 +25,12 @@ class Step(NamedTuple):
     All tensors are on the backend's device.
 
     The log-probabilities are those of the model itself: at temperature 1, over the whole
-    vocabulary. They are of the sampled tokens, and then of the n most likely ones; without
-    log-probabilities, both tensors have no columns.
+    vocabulary. They are of the sampled tokens, and then of the n most likely ones. Without
+    log-probabilities, ids and numbers have one column.
     """
     token: Tensor # (B, 1)
-    largest_logit: Tensor # (B, 1)
-    logprobs: Tensor # (B, 1 + n)
-    top_ids: Tensor # (B, n)
+    ids: Tensor # (B, 1 + n): the token, and the most likely ones
+    numbers: Tensor # (B, 2 + n): the largest logit, and the log-probabilities, in float32
 
 
 class Batch:
@@ -55,11 +54,10 @@ class Batch:
         prompts = [row.sample.prompt_ids[-block_size:] for row in rows]
         length = min(map(len, prompts))
         self.window = torch.tensor([ids[:length] for ids in prompts], device=backend.device)
-        self.has_equal_starts = all(ids[:length] == prompts[0][:length] for ids in prompts)
         # The steps in which the rows get their first new tokens.
         self.first_steps = [len(ids) - length for ids in prompts]
-        # One tensor, because a copy from the host at each step would synchronise the GPU. -1: the
-        # row has none left.
+        # The tokens of longer prompts, for each step. One tensor, because a copy from the host at
+        # each step would synchronise the GPU. -1: the row has none left, so its token is sampled.
         rests = [torch.tensor(ids[length:], dtype=torch.long) for ids in prompts]
         # (steps, B, 1)
         self.forced = pad_sequence(rests, padding_value=-1).to(backend.device)[..., None]
@@ -75,23 +73,13 @@ class Batch:
         if self.cache is None:
             return self.window
         ids = self.window[:, self.cache.seq_len:]
-        if self.num_steps == 0 and self.has_equal_starts:
+        if self.num_steps == 0 and (ids == ids[0]).all():
             return ids[:1]
         return ids
 
     @property
     def num_steps_left(self) -> int:
         return max(self.first_steps) + self.params.max_new_tokens - self.num_steps
-
-    @property
-    def forced_token(self) -> Tensor | None:
-        """The tokens (B, 1) of longer prompts in this step; -1 where the token is sampled.
-
-        None: all are sampled.
-        """
-        if self.num_steps < len(self.forced):
-            return self.forced[self.num_steps]
-        return None
 
     def append(self, step: Step) -> None:
         """Append the tokens of a step. Past block_size, the window moves."""
@@ -120,14 +108,11 @@ class Batch:
         It copies two tensors, because each copy to the host waits for the GPU.
         """
         first = self.num_steps - len(self.pending) # the number of the first pending step
-        ids = [torch.cat([step.token, step.top_ids], dim=1) for step in self.pending]
-        ids = torch.stack(ids).tolist()
-        floats = [torch.cat([step.largest_logit.float(), step.logprobs], dim=1)
-                  for step in self.pending]
-        floats = torch.stack(floats).cpu()
-        if not floats[..., 0].isfinite().all():
+        ids = torch.stack([step.ids for step in self.pending]).tolist()
+        numbers = torch.stack([step.numbers for step in self.pending]).cpu()
+        if not numbers[..., 0].isfinite().all():
             raise ValueError(NOT_FINITE)
-        logprobs = floats[..., 1:].tolist()
+        logprobs = numbers[..., 1:].tolist()
         self.pending = []
         self.flush_time = time.monotonic()
         for i, (row, first_step) in enumerate(zip(self.rows, self.first_steps, strict=True)):
@@ -146,26 +131,22 @@ class Batch:
         return bool(self.pending) and (len(self.pending) >= flush_steps or may_finish or is_slow)
 
     def drop_finished(self) -> None:
-        """Keep the unfinished rows only, if the backend gains by it.
+        """Keep the unfinished rows only, if the backend gains by it. No step may be pending.
 
         If there are none, the batch is over.
         """
-        unfinished = [i for i, row in enumerate(self.rows) if not row.is_finished]
-        if not unfinished:
+        kept = [i for i, row in enumerate(self.rows) if not row.is_finished]
+        if not kept:
             self.rows = []
             self.release()
-        elif self.backend.should_drop(len(self.rows), len(unfinished)):
-            self.select_rows(unfinished)
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only, everywhere. No step may be pending."""
-        self.rows = [self.rows[i] for i in rows]
-        self.first_steps = [self.first_steps[i] for i in rows]
-        self.window = self.window[rows]
-        self.forced = self.forced[:, rows]
-        self.streams.select_rows(rows)
-        if self.cache is not None:
-            self.cache.select_rows(rows)
+        elif self.backend.should_drop(len(self.rows), len(kept)):
+            self.rows = [self.rows[i] for i in kept]
+            self.first_steps = [self.first_steps[i] for i in kept]
+            self.window = self.window[kept]
+            self.forced = self.forced[:, kept]
+            self.streams.select_rows(kept)
+            if self.cache is not None:
+                self.cache.select_rows(kept)
 
     def release(self) -> None:
         if self.cache is not None:

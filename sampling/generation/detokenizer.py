@@ -56,16 +56,15 @@ class Detokenizer:
             self.withheld.append(Piece(text, self.logprob))
             self.logprob = None
         sample.finish_reason, num_chars = self.find_stop(is_last)
-        final, self.withheld = split(self.withheld, num_chars)
-        self.pieces += final
+        self.make_final(num_chars)
         if sample.finish_reason == "stop":
-            self.truncate(sum(len(piece.text) for piece in self.withheld))
+            self.truncate()
 
     def find_stop(self, is_last: bool) -> tuple[str | None, int]:
         """The finish reason, and how many characters of the withheld text are final."""
         text = "".join(piece.text for piece in self.withheld)
         stops = self.params.stop_texts
-        if starts := [start for stop in stops if (start := text.find(stop)) >= 0]:
+        if starts := [text.index(stop) for stop in stops if stop in text]:
             return "stop", min(starts)
         if is_last:
             return "length", len(text)
@@ -75,31 +74,22 @@ class Detokenizer:
                 return None, start
         return None, len(text)
 
-    def truncate(self, num_chars: int) -> None:
-        """Remove this many characters from the end of the text.
-
-        The tokens stay, but their text becomes shorter.
+    def make_final(self, num_chars: int) -> None:
+        """Move the first num_chars characters of the withheld pieces to the final ones. A piece may
+        become two.
         """
-        tokens = self.sample.tokens
-        i = len(tokens)
         while num_chars > 0:
-            i -= 1
-            text = tokens[i].text
-            tokens[i] = tokens[i]._replace(text=text[:max(0, len(text) - num_chars)])
+            piece = self.withheld.pop(0)
+            self.pieces.append(piece._replace(text=piece.text[:num_chars]))
+            rest = piece.text[num_chars:]
+            if rest:
+                self.withheld.insert(0, piece._replace(text=rest))
+            num_chars -= len(piece.text)
+
+    def truncate(self) -> None:
+        """Leave the tokens only the text of the pieces, which ends where a stop text begins."""
+        num_chars = sum(len(piece.text) for piece in self.pieces)
+        for i, token in enumerate(self.sample.tokens):
+            text = token.text[:num_chars]
             num_chars -= len(text)
-
-
-def split(pieces: list[Piece], num_chars: int) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of the first num_chars characters, and those of the rest. A piece may become two.
-    """
-    first = []
-    rest = []
-    for piece in pieces:
-        head = piece.text[:num_chars]
-        tail = piece.text[num_chars:]
-        num_chars -= len(head)
-        if head:
-            first.append(piece._replace(text=head))
-        if tail:
-            rest.append(piece._replace(text=tail))
-    return first, rest
+            self.sample.tokens[i] = token._replace(text=text)

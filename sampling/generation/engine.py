@@ -3,9 +3,8 @@
 Axes: B rows, V vocabulary, k proposals of a draft.
 """
 import logging
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
@@ -37,7 +36,7 @@ class Engine:
     """
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend,
-                 params: SamplingParams, batch_size: int | None = None, stream: bool = False):
+                 params: SamplingParams, batch_size: int | None, stream: bool):
         self.tokenizer = tokenizer
         self.backend = backend
         self.params = params
@@ -73,8 +72,7 @@ class Engine:
         for batch in self.batches(samples):
             rows = [Detokenizer(sample, self.tokenizer, self.params) for sample in batch]
             self.waiting.extend(row for row in rows if not row.sample.already_saved)
-            block_size = self.backend.config.block_size
-            for group in group_by_length(rows, block_size, self.params.max_new_tokens):
+            for group in self.group_by_length(rows):
                 yield from self.generate_rows(group)
             # With max_new_tokens=0, all rows are finished from the start.
             yield from self.take_pieces()
@@ -112,13 +110,30 @@ class Engine:
                 return size - 1
         return len(samples)
 
+    def group_by_length(self, rows: list[Detokenizer]) -> list[list[Detokenizer]]:
+        """Group rows whose visible prompts differ in length by at most max_new_tokens, in the order
+        of the samples: in a batch, a longer prompt takes extra steps.
+        """
+        block_size = self.backend.config.block_size
+        lengths = [min(len(row.sample.prompt_ids), block_size) for row in rows]
+        shortest = min(lengths)
+        group_of = {}
+        groups = {} # a group has the name of its shortest length
+        for length in sorted(set(lengths)):
+            if length > shortest + self.params.max_new_tokens:
+                shortest = length
+            group_of[length] = shortest
+        for row, length in zip(rows, lengths, strict=True):
+            groups.setdefault(group_of[length], []).append(row)
+        return list(groups.values())
+
     def take_pieces(self) -> Updates:
         """Yield the finished samples up to the first unfinished one, and its new pieces."""
-        while self.waiting and self.waiting[0].is_finished:
-            row = self.waiting.popleft()
+        for row in list(self.waiting):
             yield row.sample, row.take_pieces()
-        if self.waiting:
-            yield self.waiting[0].sample, self.waiting[0].take_pieces()
+            if not row.is_finished:
+                break
+            self.waiting.popleft()
 
     def generate_rows(self, rows: list[Detokenizer]) -> Updates:
         """Generate rows together, or half as many at once whenever memory runs out.
@@ -184,33 +199,17 @@ class Engine:
         """Sample the next tokens from logits (B, V), or take those of longer prompts."""
         noise = None if self.sampler.is_greedy else batch.streams.next()
         token = self.sampler(logits, batch.window, noise)
-        if (forced := batch.forced_token) is not None:
+        if batch.num_steps < len(batch.forced):
+            forced = batch.forced[batch.num_steps] # (B, 1)
             token = torch.where(forced < 0, token, forced)
-        logprobs = logits.new_empty((len(token), 0))
-        top_ids = token[:, :0]
+        ids = token
+        numbers = logits.amax(dim=-1, keepdim=True).float()
         if (n := self.params.num_logprobs) is not None:
-            all_logprobs = logits.float().log_softmax(dim=-1) # (B, V)
-            top, top_ids = all_logprobs.topk(min(n, logits.size(-1)))
-            logprobs = torch.cat([all_logprobs.gather(1, token), top], dim=1)
-        return Step(token, logits.amax(dim=-1, keepdim=True), logprobs, top_ids)
-
-
-def group_by_length(rows: Sequence[Detokenizer], block_size: int,
-                    max_new_tokens: int) -> list[list[Detokenizer]]:
-    """Group rows whose visible prompts differ in length by at most max_new_tokens, in the order of
-    the samples: in a batch, a longer prompt takes extra steps.
-    """
-    lengths = [min(len(row.sample.prompt_ids), block_size) for row in rows]
-    shortest = -math.inf
-    group_of = {}
-    groups = {} # a group has the name of its shortest length
-    for length in sorted(set(lengths)):
-        if length > shortest + max_new_tokens:
-            shortest = length
-        group_of[length] = shortest
-    for row, length in zip(rows, lengths, strict=True):
-        groups.setdefault(group_of[length], []).append(row)
-    return list(groups.values())
+            logprobs = logits.float().log_softmax(dim=-1) # (B, V)
+            top, top_ids = logprobs.topk(min(n, logits.size(-1)))
+            ids = torch.cat([token, top_ids], dim=1)
+            numbers = torch.cat([numbers, logprobs.gather(1, token), top], dim=1)
+        return Step(token, ids, numbers)
 
 
 # ---- speculative decoding that keeps the text: docs/reproducibility.md explains why

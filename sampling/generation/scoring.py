@@ -33,7 +33,7 @@ class Window(NamedTuple):
 
 
 def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
-                params: ScoringParams, batch_size: int | None = None) -> Updates:
+                params: ScoringParams, batch_size: int | None) -> Updates:
     """Score the texts that are not saved already, in order.
 
     After each window, yield its text with the new pieces. batch_size: the highest number of windows
@@ -45,15 +45,14 @@ def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
     for batch in batches(windows(new, backend.config.block_size), max_windows):
         with backend.inference():
             results = score_windows(backend, batch, params.num_logprobs)
-        for window, *result in results:
+        for window, logprobs, *top in results:
             score = window.score
             if score.num_tokens == 0: # this is its first window
                 detokenizer = start_detokenizer(score, tokenizer, params.max_tokens)
-            logprobs = result[0]
             score.num_tokens += len(logprobs)
             score.cumulative_logprob += sum(logprobs)
             num_kept = max(0, params.max_tokens - len(score.tokens))
-            for step in islice(zip(window.next_ids, *result, strict=True), num_kept):
+            for step in islice(zip(window.next_ids, logprobs, *top, strict=True), num_kept):
                 detokenizer.append(*step)
             is_complete = score.num_tokens == len(score.ids) - 1
             score.finish_reason = "length" if is_complete else None
@@ -107,7 +106,7 @@ def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[t
     rows = [torch.tensor(window.ids) for window in batch]
     ids = pad_sequence(rows, batch_first=True).to(backend.device) # (B, T)
     skipped = min(window.num_done for window in batch) # these positions need no logits
-    flat = backend.text_logits(ids, ids.size(1) - skipped)
+    flat = backend.logits(ids, None, ids.size(1) - skipped)
     logits = flat.unflatten(0, (len(batch), -1)) # (B, T - skipped, V)
     results = []
     for window, row in zip(batch, logits, strict=True):

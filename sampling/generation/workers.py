@@ -22,16 +22,17 @@ logger = logging.getLogger(__name__)
 def run_on_all(gpt: "TextGenerator", samples: Iterator[Sample], **options: Any) -> Updates:
     """Rank 0: what gpt.run yields, with the help of the other processes. options: those of gpt.run.
     """
-    if world_size() == 1:
+    num_processes = world_size()
+    if num_processes == 1:
         yield from gpt.run(samples, **options)
         return
     share_size = options["batch_size"] or gpt.backend.max_rows
-    while batch := list(islice(samples, world_size() * share_size)):
-        bounds = [len(batch) * rank // world_size() for rank in range(world_size() + 1)]
+    while batch := list(islice(samples, num_processes * share_size)):
+        bounds = [len(batch) * rank // num_processes for rank in range(num_processes + 1)]
         shares = [batch[start:end] for start, end in pairwise(bounds)]
         exchange("broadcast_object_list", [(shares, options)])
         yield from gpt.run(shares[0], **options)
-        results = [None] * world_size()
+        results = [None] * num_processes
         exchange("gather_object", None, results)
         for share, finished in zip(shares[1:], results[1:], strict=True):
             new = [sample for sample in share if not sample.already_saved]

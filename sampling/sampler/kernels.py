@@ -175,18 +175,19 @@ class KernelStreams(RowStreams):
 
     def __init__(self, run: RunStream, samples: list[int], first_steps: list[int]):
         super().__init__(run, samples, first_steps)
-        states = [read_state(generator) for generator in self.generators]
-        self.words = np.stack([words for words, _ in states]) # (B, 624)
-        self.places = np.array([place for _, place in states]) # (B,)
+        words, places = zip(*map(read_state, self.generators), strict=True)
+        self.words = np.stack(words) # (B, 624)
+        self.places = np.array(places) # (B,)
 
     def select_rows(self, rows: list[int]) -> None:
         super().select_rows(rows)
         self.words = self.words[rows]
         self.places = self.places[rows]
 
-    def draw_rows(self, is_drawn: list[bool]) -> None:
+    def draw_rows(self) -> None:
         work = WORK_PER_LOGIT * self.numbers.numel()
-        jit.run(draw_noise, work, self.words, self.places, np.array(is_drawn), self.numbers.numpy())
+        is_drawn = self.step >= np.array(self.first_steps)
+        jit.run(draw_noise, work, self.words, self.places, is_drawn, self.numbers.numpy())
 
 
 def choose_ids(logits: Tensor, temperature: float, top_k: int | None,

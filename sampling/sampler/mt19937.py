@@ -27,11 +27,10 @@ DEGREE = 19937 # P's degree: 624 * 32 bits without the 31 that the recurrence ig
 JUMP_THRESHOLD = 2**23 # a jump past this many random numbers, or more, is faster than a walk
 
 # Where the state of torch's CPU generator (CPUGeneratorImpl) has the current block of 624 words, in
-# units of 32 bits. Each word takes two of them. Other fields say which word of the block comes
-# next, and how many are left, plus one.
+# units of 32 bits. Each word takes two of them. Another field says how many words of the block are
+# left, plus one.
 WORDS = slice(6, 6 + 2 * NUM_WORDS, 2)
 LEFT = 2
-NEXT = 4
 
 
 def advance_mt19937(generator: torch.Generator, count: int) -> None:
@@ -86,8 +85,7 @@ def x_pow_mod(n: int) -> int:
 def read_state(generator: torch.Generator) -> tuple[np.ndarray, int]:
     """The current block of a CPU generator (624,), and how many of its words are used."""
     fields = generator.get_state().numpy().view(np.uint32)
-    place = NUM_WORDS if fields[LEFT] == 1 else int(fields[NEXT])
-    return fields[WORDS], place
+    return fields[WORDS], NUM_WORDS + 1 - int(fields[LEFT])
 
 
 def exponents(polynomial: int) -> list[int]:

@@ -25,17 +25,16 @@ class RunStream:
     row_type: the class of what for_rows returns; None: RowStreams.
     """
 
-    def __init__(self, seed: int, device: torch.device | str = "cpu", num_init_draws: int = 0,
-                 draws_per_sample: int = 0, vocab_size: int = 0,
+    def __init__(self, seed: int, device: torch.device | str, num_init_draws: int,
+                 draws_per_sample: int, vocab_size: int,
                  row_type: "type[RowStreams] | None" = None):
         self.row_type = row_type or RowStreams
         self.device = torch.device(device)
         self.draws_per_sample = draws_per_sample
         self.vocab_size = vocab_size
-        if self.device.type == "cuda":
-            self.generator = torch.Generator(self.device).manual_seed(seed)
-        else:
-            self.generator = torch.Generator("cpu").manual_seed(seed)
+        is_cuda = self.device.type == "cuda"
+        self.generator = torch.Generator(self.device if is_cuda else "cpu").manual_seed(seed)
+        if not is_cuda:
             advance_mt19937(self.generator, num_init_draws)
         self.start = self.generator.clone_state()
         self.index = 0 # the index of the sample at whose start the generator is
@@ -51,14 +50,14 @@ class RunStream:
         numbers = torch.empty(self.vocab_size, dtype=torch.float32, device=self.generator.device)
         if self.device.type == "cuda": # the state is a counter: measure one draw, then multiply
             start = self.generator.get_offset()
-            numbers.exponential_(generator=self.generator)
+            draw(numbers, self.generator)
             self.generator.set_offset(start + num_draws * (self.generator.get_offset() - start))
         elif exponential_is_from_bits():
             # 64 bits are two numbers of 32.
             advance_mt19937(self.generator, 2 * num_draws * self.vocab_size)
         else:
             for _ in range(num_draws):
-                numbers.exponential_(generator=self.generator)
+                draw(numbers, self.generator)
         return self.generator.clone_state()
 
     def for_rows(self, samples: list[int], first_steps: list[int]) -> "RowStreams":
@@ -79,9 +78,8 @@ class RowStreams:
         self.device = run.device
         is_bits = self.device.type == "cpu" and exponential_is_from_bits()
         dtype = torch.int64 if is_bits else torch.float32
-        device = run.generator.device
-        shape = len(samples), run.vocab_size # (B, V)
-        self.numbers = torch.empty(shape, dtype=dtype, device=device)
+        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, # (B, V)
+                                   device=run.generator.device)
         self.ahead: deque[Tensor] = deque() # the numbers of the next steps that were peeked at
 
     def select_rows(self, rows: list[int]) -> None:
@@ -101,15 +99,15 @@ class RowStreams:
         return self.ahead[num_steps]
 
     def draw_step(self) -> Tensor:
-        self.draw_rows([self.step >= first_step for first_step in self.first_steps])
+        self.draw_rows()
         self.step += 1
         return self.numbers.to(self.device)
 
-    def draw_rows(self, is_drawn: list[bool]) -> None:
-        """Draw the numbers of the next step for these rows."""
-        rows = zip(self.numbers, self.generators, is_drawn, strict=True)
-        for row, generator, needs_numbers in rows:
-            if needs_numbers:
+    def draw_rows(self) -> None:
+        """Draw the numbers of the next step for the rows that need them."""
+        rows = zip(self.numbers, self.generators, self.first_steps, strict=True)
+        for row, generator, first_step in rows:
+            if self.step >= first_step:
                 draw(row, generator)
 
 
@@ -134,7 +132,9 @@ def exponentials(noise: Tensor) -> Tensor:
 @cache
 def exponential_is_from_bits() -> bool:
     """Whether bits, which are drawn four times as fast, give the numbers of exponential_ here."""
-    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-    drawn = [exponentials(draw(torch.empty(4096, dtype=dtype, device="cpu"), generator))
-             for dtype, generator in zip((torch.float32, torch.int64), generators, strict=True)]
-    return torch.equal(*drawn) and torch.equal(*(generator.get_state() for generator in generators))
+    found = []
+    for dtype in torch.float32, torch.int64:
+        generator = torch.Generator().manual_seed(1)
+        noise = draw(torch.empty(4096, dtype=dtype, device="cpu"), generator)
+        found.append([exponentials(noise), generator.get_state()])
+    return all(map(torch.equal, *found))

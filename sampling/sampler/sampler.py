@@ -42,14 +42,14 @@ class Sampler:
         self.penalty = repetition_penalty
         self.temperature = float(temperature)
         self.top_k = top_k
-        self.top_p = top_p if top_p is not None and top_p < 1 else None
+        self.top_p = top_p or 1.0 # 1: every token
         self.min_p = min_p
         self.full_vocabulary = full_vocabulary
         self.is_greedy = temperature == 0
-        self.dtype = None if in_logits_dtype else torch.float32 # None: that of the logits
-        has_filter = repetition_penalty != 1 or min_p or self.top_p is not None
-        is_plain = not has_filter and not self.is_greedy
-        can_use = is_plain and never_overflows(self.temperature, torch.float32)
+        self.in_logits_dtype = in_logits_dtype
+        has_filter = repetition_penalty != 1 or min_p or self.top_p < 1
+        # With temperature 0, each logit overflows.
+        can_use = not has_filter and never_overflows(self.temperature, torch.float32)
         self.kernel = kernel if can_use else None
 
     def __call__(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> Tensor:
@@ -79,7 +79,8 @@ class Sampler:
         The best score wins. Without noise, a score is a logit; otherwise it is a probability
         divided by noise.
         """
-        logits = logits.to(self.dtype or logits.dtype)
+        if not self.in_logits_dtype:
+            logits = logits.float()
         if self.penalty != 1: # the tokens in the text have it (CTRL, Keskar et al., 2019)
             logits = logits.float()
             seen = logits.gather(1, ids) # (B, S)
@@ -104,7 +105,7 @@ class Sampler:
                 noise = noise.gather(1, candidates)
             logits = logits.masked_fill(logits < kth, -torch.inf)
         logits = logits.float()
-        if self.top_p is not None:
+        if self.top_p < 1:
             logits = mask_top_p(logits, self.top_p)
         if self.min_p: # Nguyen et al., 2024
             probs = logits.softmax(dim=-1)
