@@ -4,7 +4,7 @@ import os
 import re
 import unicodedata
 
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle, unwrap
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, is_size, read_pickle, unwrap
 from sampling.checkpoints.untrusted_files import reject_damaged, require
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, encode_utf8
 
@@ -15,8 +15,8 @@ NAME_FIELDS = (
     "tokenizer_file", "tokenizer_path", "tokenizer_model", "sentencepiece_model")
 MAX_TOKENS = 2**20 # of a vocabulary: a long text as itos takes many times its size in memory
 MAX_SYMBOL = 1000 # characters of a token: each sampled one is a copy
-# Names of what stoi and itos describe.
-CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
+# Names of what stoi and itos, or another field, describe.
+PLAIN_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?|tiktoken")
 
 ALONE = "but each character of a prompt is looked up alone, as in nanoGPT"
 
@@ -25,11 +25,9 @@ class CharTokenizer(Tokenizer):
     """Looks up each character of a text, or each byte in UTF-8, in stoi. Joins the texts of itos.
 
     This is nanoGPT's way. So texts of several characters, such as words, are never found in a
-    prompt. meta: the content of the file, if it was read.
+    prompt. meta: the content of the file.
     """
-    def __init__(self, path: str | os.PathLike, meta: dict | None = None):
-        if meta is None:
-            meta = read_meta(path)
+    def __init__(self, path: str | os.PathLike, meta: dict):
         self.source = str(path)
         self.stoi, self.itos = parse_vocabulary(meta, path)
         self.size = 1 + max([*self.stoi.values(), *self.itos])
@@ -101,9 +99,9 @@ def parse_vocabulary(meta: dict, source: object) -> tuple[dict, dict]:
         itos = {i: byte_as_int(symbol) for i, symbol in itos.items()}
         ids = [*stoi.values(), *itos]
         symbols = [*stoi, *itos.values()]
-        # The limit is there because a hash, or a text, of a long number takes long.
-        are_ids = all(type(i) is int and 0 <= i < 2**63 for i in ids)
-        are_bytes = all(type(symbol) is int and 0 <= symbol < 256 for symbol in symbols)
+        # is_size has a limit: a hash, or a text, of a long number takes long.
+        are_ids = all(map(is_size, ids))
+        are_bytes = all(is_size(symbol) and symbol < 256 for symbol in symbols)
         are_texts = all(type(symbol) is str and len(symbol) <= MAX_SYMBOL for symbol in symbols)
         require(ids and are_ids and (are_bytes or are_texts),
                 "it must map texts or bytes to token ids in stoi, and token ids to them in itos; "
@@ -126,7 +124,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
         name = value.lower().replace("gpt-2", "gpt2") if isinstance(value, str) else ""
         if name in ENCODINGS:
             return name
-        if value and name != "tiktoken" and not CHAR_NAMES.fullmatch(name):
+        if value and not PLAIN_NAMES.fullmatch(name):
             raise ValueError(f"{source} needs a tokenizer that cannot be read: "
                              f"{field} is {describe(value)}; {ADVICE}")
     return None

@@ -12,15 +12,22 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from sampling.checkpoints.untrusted_files import read_json, read_text, reject_damaged, require
+from sampling.checkpoints.untrusted_files import (
+    MAX_TEXT_BYTES,
+    read_json,
+    read_text,
+    reject_damaged,
+    require,
+)
 from sampling.inputs.tokenizer import REPLACEMENT, Decoder, Tokenizer, call_library, encode_utf8
 
 # The text of a token depends on so many tokens before it, unless the decoder sees the whole text.
 CONTEXT = 8
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
 MAIN_FILES = "tokenizer.json", "vocab.json", "vocab.txt"
-OTHER_FILES = "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"
-NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+OTHER_FILES = "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "merges.txt"
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
+                "mask_token")
 FLAGS = {"single_word", "lstrip", "rstrip", "normalized", "special"} # of an added token
 # The classes of transformers that read the older files as we do
 CLASSES = {
@@ -150,14 +157,13 @@ def find_tokenizer(folder: Path) -> Path | None:
     for name in MAIN_FILES:
         if os.path.lexists(folder / name):
             return folder / name
-    fields, _ = read_settings(folder)
-    others = [name for name in OTHER_FILES if os.path.lexists(folder / name)]
-    if others:
-        found = others[0]
-    elif "auto_map" in fields:
+    fields = read_settings(folder)
+    found = fields["tokenizer_class"]
+    if "auto_map" in fields:
         found = "custom code"
-    else:
-        found = fields["tokenizer_class"]
+    for name in OTHER_FILES:
+        if os.path.lexists(folder / name):
+            found = name
     if found in ("", "GPT2Tokenizer"):
         return None
     raise ValueError(f"{folder} has {found:.60}, but no tokenizer.json; transformers may make one: "
@@ -172,7 +178,8 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
     tokens has no room for it.
     """
     from tokenizers import AddedToken, Tokenizer
-    content, fields, added = read_content(path)
+    content, fields = read_content(path)
+    added = fields["added_tokens"]
     with reject_damaged(path):
         listed = content.get("added_tokens") or []
         known = {token["content"]: token["id"] for token in [*listed, *added]}
@@ -216,37 +223,36 @@ def check_vocabulary(model: dict, added_ids: dict[str, int]) -> None:
                 f"the id {token_id!s:.20} of its added token {text!r:.60} is another token's")
 
 
-def read_content(path: Path) -> tuple[dict, dict, list[dict]]:
-    """The content of a tokenizer.json for this main file, the settings, and the added tokens.
+def read_content(path: Path) -> tuple[dict, dict]:
+    """The content of a tokenizer.json for this main file, and the settings.
 
     The settings name the special tokens of the tokenizer's class, too.
     """
-    fields, added = read_settings(path.parent)
+    fields = read_settings(path.parent)
     name = fields["tokenizer_class"]
     with reject_damaged(path):
         require(path.name not in CLASSES or name in CLASSES[path.name],
                 f"a tokenizer of the class {name!r:.60} needs a tokenizer.json, not {path.name}")
         if path.name == "vocab.txt":
-            return wordpiece_content(path, fields), BERT_TOKENS | fields, added
-        content = read_json(path)
+            return wordpiece_content(path, fields), BERT_TOKENS | fields
+        content = read_json(path, MAX_TEXT_BYTES)
         if path.name == "vocab.json":
             # BPE.read_file would skip ids that are no numbers, and truncate large ones.
             lines = read_lines(path.with_name("merges.txt"))
             merges = [line for line in lines if not line.startswith("#version")]
-            content = {"model": {"vocab": content, "merges": merges}}
+            model = {"vocab": content, "merges": merges}
+            content = {}
         else:
-            require(isinstance(content.get("model"), dict),
-                    "it has no model, so it is not a tokenizer.json")
+            model = content.get("model")
+            require(isinstance(model, dict), "it has no model, so it is not a tokenizer.json")
             has_class = name in CLASSES["vocab.json"] if name else fields["is_gpt2"]
             is_byte_level = "ByteLevel" in json.dumps(content.get("pre_tokenizer"))
-            if not (has_class and is_byte_level and content["model"].get("type") == "BPE"):
-                return content, fields, added
+            if not (has_class and is_byte_level and model.get("type") == "BPE"):
+                return content, fields
         # These classes take the vocabulary and the merges alone.
-        model = content["model"]
         step = {
             "type": "ByteLevel",
             "trim_offsets": True,
-            "use_regex": True,
             "add_prefix_space": fields.get("add_prefix_space") or False,
         }
         content |= {
@@ -255,35 +261,37 @@ def read_content(path: Path) -> tuple[dict, dict, list[dict]]:
             "decoder": step,
             "model": {"type": "BPE", "vocab": model["vocab"], "merges": model["merges"]},
         }
-        return content, {"unk_token": "<|endoftext|>"} | fields, added
+        return content, {"unk_token": "<|endoftext|>"} | fields
 
 
 def wordpiece_content(path: Path, fields: dict) -> dict:
     """The content of a tokenizer.json for BERT's vocab.txt."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-    vocab = {piece.rstrip(): i for i, piece in enumerate(read_lines(path))}
+    from tokenizers import BertWordPieceTokenizer
     unknown = fields.get("unk_token") or "[UNK]"
     if isinstance(unknown, dict):
         unknown = unknown["content"]
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-    tokenizer.normalizer = normalizers.BertNormalizer(
+    tokenizer = BertWordPieceTokenizer(
+        unk_token=unknown,
         handle_chinese_chars=fields.get("tokenize_chinese_chars", True),
         strip_accents=fields.get("strip_accents"),
         lowercase=fields.get("do_lower_case", True))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    return json.loads(tokenizer.to_str())
+    content = json.loads(tokenizer.to_str())
+    content["model"]["vocab"] = {piece.rstrip(): i for i, piece in enumerate(read_lines(path))}
+    return content
 
 
 def read_lines(path: Path) -> list[str]:
     return read_text(path).removesuffix("\n").split("\n")
 
 
-def read_settings(folder: Path) -> tuple[dict, list[dict]]:
-    """The settings and the added tokens in the files of a folder, merged as transformers does."""
+def read_settings(folder: Path) -> dict:
+    """The settings in the files of a folder, merged as transformers does.
+
+    Its added_tokens are objects, as in a tokenizer.json.
+    """
     def read(name: str) -> dict:
         path = folder / name
-        return read_json(path) if os.path.lexists(path) else {}
+        return read_json(path, MAX_TEXT_BYTES) if os.path.lexists(path) else {}
 
     with reject_damaged(folder):
         config = read("config.json")
@@ -300,19 +308,19 @@ def read_settings(folder: Path) -> tuple[dict, list[dict]]:
         name = fields.get("tokenizer_class") or config.get("tokenizer_class") or ""
         fields["tokenizer_class"] = str(name).removesuffix("Fast")
         fields["is_gpt2"] = config.get("model_type") == "gpt2"
-    return fields, added
+        fields["added_tokens"] = added
+    return fields
 
 
 def named_tokens(fields: dict) -> list[dict]:
     """The special tokens, in transformers' order. In the files, each is a text or an object."""
-    names = NAMED_TOKENS + [name for name in fields if name.endswith("_token")]
-    values = [fields.get(name) for name in dict.fromkeys(names)]
+    ordered = dict.fromkeys(NAMED_TOKENS) | fields
+    values = [value for name, value in ordered.items() if name.endswith("_token")]
     extra = fields.get("extra_special_tokens") or []
-    additional = fields.get("additional_special_tokens") or []
     if isinstance(extra, dict):
-        values += [*extra.values(), *additional]
-    else:
-        values += extra or additional
+        values += extra.values()
+        extra = []
+    values += extra or fields.get("additional_special_tokens") or []
     tokens = []
     for value in values:
         token = value if isinstance(value, dict) else {"content": value}

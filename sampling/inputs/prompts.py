@@ -71,13 +71,11 @@ def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: i
     encoded = ((prompt, encode(prompt, tokenizer)) for prompt in prompts)
     if isinstance(prompts, list):
         encoded = list(encoded)
+    kind = Score if is_score else Sample
     index = first_index
     for prompt, ids in encoded:
         for _ in range(num_samples):
-            if is_score:
-                yield Score(index, prompt, ids)
-            else:
-                yield Sample(index, prompt, ids)
+            yield kind(index, prompt, ids)
             index += 1
 
 
@@ -101,6 +99,7 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     source = "standard input" if path == "-" else path
     # utf-8-sig skips a byte-order mark. nanoGPT, which has only FILE, keeps it.
     encoding = "utf-8" if kind == "FILE" else "utf-8-sig"
+    location = source
     number = 0
     is_empty = True
     try:
@@ -108,12 +107,12 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
             read = file.read if kind == "FILE" else file.readline
             while text := read(MAX_LENGTH + 1): # a device may never end
                 number += 1
-                location = source if kind == "FILE" else f"{source}, line {number}"
+                if kind != "FILE":
+                    location = f"{source}, line {number}"
+                    text = text.rstrip("\n")
                 if len(text) > MAX_LENGTH:
                     raise ValueError(f"{location}: a prompt has at most {MAX_LENGTH:,} characters, "
                                      "and here are more")
-                if kind != "FILE":
-                    text = text.rstrip("\n")
                 if not text or (kind == "JSONL" and text.isspace()):
                     continue
                 is_empty = False

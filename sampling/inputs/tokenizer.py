@@ -111,5 +111,5 @@ def call_library(function: Callable[[], Any], advice: str = "") -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error: # a Rust panic is no Exception
-        reason = first_sentence(error)
-        raise RejectedFileError(f"the tokenizer's library failed: {reason}{advice}") from None
+        raise RejectedFileError("the tokenizer's library failed: "
+                                f"{first_sentence(error)}{advice}") from None

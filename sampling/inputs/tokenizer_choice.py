@@ -7,10 +7,9 @@ import logging
 import os
 import tempfile
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 from sampling.checkpoints.build import Checkpoint
-from sampling.checkpoints.untrusted_files import require
+from sampling.checkpoints.untrusted_files import is_inside, require
 from sampling.configurator import suggest
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
@@ -71,10 +70,12 @@ def tokenizer_named(name: str, vocab_size: int) -> Tokenizer | str:
     path = Path(name)
     if path.is_dir():
         path = find_tokenizer(path) or path / "meta.pkl"
-    if not (path.is_file() and (path.suffix in (".json", ".pkl") or path.name == "vocab.txt")):
-        raise ValueError(f"there is no tokenizer {name!r:.200}{suggest(name, ENCODINGS)}; {ADVICE}")
-    # CharTokenizer says that a meta.pkl has no stoi.
-    return tokenizer_in(path, vocab_size) or CharTokenizer(path)
+    if path.is_file() and path.suffix == ".pkl":
+        # CharTokenizer says that it has no stoi.
+        return tokenizer_in(path) or CharTokenizer(path, read_meta(path))
+    if path.is_file() and (path.suffix == ".json" or path.name == "vocab.txt"):
+        return HFTokenizer(path, vocab_size)
+    raise ValueError(f"there is no tokenizer {name!r:.200}{suggest(name, ENCODINGS)}; {ADVICE}")
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
@@ -86,7 +87,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
         metas = [folder / "meta.pkl" for folder in folders if os.path.isfile(folder / "meta.pkl")]
     found = None
     for path in metas:
-        meta = tokenizer_in(path, vocab_size)
+        meta = tokenizer_in(path)
         if found and meta and getattr(found, "itos", found) != getattr(meta, "itos", meta):
             raise ValueError(f"{' and '.join(map(str, metas))} differ; nanoGPT uses that in data; "
                              "pass as --tokenizer the one that the model was trained with")
@@ -119,20 +120,16 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
 
 def tokenizer_folders(checkpoint: Checkpoint) -> list[Path]:
     """The folders that may have the tokenizer of a checkpoint, the likeliest first."""
-    own = Path(checkpoint.folder)
+    own = checkpoint.folder
     dataset = checkpoint.raw_config.get("dataset") # a stranger's, and of any type
-    if checkpoint.is_huggingface or not isinstance(dataset, str):
-        return [own]
-    if Path(dataset).anchor or ".." in Path(dataset).parts: # never outside of data
+    if checkpoint.is_huggingface or not is_inside(dataset): # never outside of data
         return [own]
     places = Path(), own.absolute().parent, own.resolve().parent # own may be a link, or ..
     return [own, *(place / "data" / dataset for place in places)]
 
 
-def tokenizer_in(path: Path, vocab_size: int) -> Tokenizer | str | None:
-    """The tokenizer in a file, or the encoding that it names; None: a meta.pkl has neither."""
-    if path.suffix != ".pkl":
-        return HFTokenizer(path, vocab_size)
+def tokenizer_in(path: Path) -> Tokenizer | str | None:
+    """The tokenizer in a meta.pkl, or the encoding that it names; None if it has neither."""
     meta = read_meta(path)
     if encoding := named_encoding(meta, path):
         return encoding
@@ -177,8 +174,7 @@ def load_encoding(name: str) -> Tokenizer:
         name = "gpt2"
     urls = [*GPT2_FILES] if name == "gpt2" else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
-    usual_cache = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or usual_cache)
+    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache")
     sources = {"tiktoken's download": lambda: TiktokenTokenizer(name)} # or its cache
     if name == "gpt2" and not all(map(is_whole, map(cache.joinpath, files), GPT2_FILES.values())):
         sources = {
@@ -218,8 +214,8 @@ def from_hub_cache() -> HFTokenizer | None:
 
 def from_hub() -> HFTokenizer:
     """GPT-2's encoding from Hugging Face's hub, or from the mirror that HF_ENDPOINT names."""
-    from huggingface_hub import constants, hf_hub_download, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     file = ("openai-community/gpt2", "tokenizer.json")
     if not constants.HF_HUB_OFFLINE: # a hub that does not answer is asked once, not six times
-        urlopen(Request(hf_hub_url(*file), method="HEAD"), timeout=10).close()
+        get_hf_file_metadata(hf_hub_url(*file))
     return HFTokenizer(Path(hf_hub_download(*file)), ENCODINGS["gpt2"])

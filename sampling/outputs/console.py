@@ -30,7 +30,8 @@ class ConsoleHandler(logging.Handler):
             with suppress(OSError, RuntimeError): # the latter if a signal came within a write
                 clear_bar()
                 prefix = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-                print(prefix + sanitize(record.getMessage()), file=sys.stderr, flush=True)
+                message = record.getMessage().translate(CONTROL_PICTURES)
+                print(prefix + message, file=sys.stderr, flush=True)
 
 
 logger = logging.getLogger(__name__)
@@ -169,10 +170,6 @@ def end_line() -> None:
     if is_tty(sys.stdout) or is_tty(sys.stderr):
         with suppress(OSError):
             os.write(1 if is_tty(sys.stdout) else 2, b"\n")
-
-
-def sanitize(text: str) -> str:
-    return text.translate(CONTROL_PICTURES)
 
 
 def is_tty(stream: TextIO | None) -> bool:

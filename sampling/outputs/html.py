@@ -20,7 +20,6 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
@@ -33,7 +32,7 @@ logger = logging.getLogger("sampling.outputs.html")
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
 NO_LABEL = "file", "checkpoint" # what names itself
 Places = dict[int, tuple[str, int]] # number of a run -> file, position in it
-Infos = list[dict[str, str]] # what the page shows about each run
+Infos = list[Record] # what the page shows about each run
 
 
 def find_samples(files: list[str]) -> tuple[dict[tuple[str, int], Places], Infos]:
@@ -42,18 +41,16 @@ def find_samples(files: list[str]) -> tuple[dict[tuple[str, int], Places], Infos
     rows = {}
     infos = []
     runs = {} # checksum and info, as JSON -> number of the run
-    names = short_names([os.path.abspath(file) for file in files])
-    for file, name in zip(files, names, strict=True):
+    for file in files:
         for _, start, _, record in read_records(file):
             checkpoint = record["checkpoint"]
             loss = checkpoint.get("val_loss")
-            info = {"file": name} if len(files) > 1 else {}
-            info["checkpoint"] = str(checkpoint.get("path"))
-            info["iteration"] = str(checkpoint.get("iter_num"))
-            info["validation loss"] = f"{loss:.4f}" if isinstance(loss, float) else str(loss)
-            for setting, value in record["settings"].items():
-                if setting != "logprobs":
-                    info[setting] = str(value)
+            info = {"file": os.path.abspath(file)} if len(files) > 1 else {}
+            info["checkpoint"] = checkpoint.get("path")
+            info["iteration"] = checkpoint.get("iter_num")
+            info["validation loss"] = f"{loss:.4f}" if isinstance(loss, float) else loss
+            info |= record["settings"]
+            info.pop("logprobs", None)
             run = runs.setdefault(json.dumps([checkpoint.get("crc32"), info]), len(runs))
             if run == len(infos):
                 infos.append(info)
@@ -66,7 +63,9 @@ def describe_runs(infos: Infos) -> tuple[dict[str, str], list[str]]:
     table = {}
     labels = [[] for _ in infos]
     for name in dict.fromkeys(itertools.chain.from_iterable(infos)):
-        values = [info.get(name, "None") for info in infos]
+        values = [str(info.get(name)) for info in infos]
+        if name == "file":
+            values = short_names(values)
         table[name] = " · ".join(values if len(set(values)) > 1 else values[:1])
         if name == "checkpoint":
             values = short_names(values)
@@ -84,7 +83,7 @@ def write_page(path: str, files: list[str]) -> int:
         raise ValueError(f"{path} is not written, because there is no sample to show")
     table, labels = describe_runs(infos)
     settings = [f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in table.items()]
-    models = ", ".join(dict.fromkeys(short_names([info["checkpoint"] for info in infos])))
+    models = ", ".join(dict.fromkeys(short_names([str(info["checkpoint"]) for info in infos])))
     kind = "scores" if "score" in infos[0] else "samples"
     title = f"{kind.capitalize()} from {models:.200}"
     layout = ""
@@ -94,10 +93,10 @@ def write_page(path: str, files: list[str]) -> int:
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
     path = os.path.realpath(path) # a link stays
-    temporary = f"{path}.{os.getpid()}.part"
+    temporary = Path(f"{path}.{os.getpid()}.part")
     with name_write_errors(path):
         try:
-            with open(temporary, "w", encoding="utf-8", newline="\n") as page:
+            with open(temporary, "w", encoding="utf-8", errors="replace", newline="\n") as page:
                 page.write(fill(head, title=escape(title), settings="\n".join(settings),
                                 layout=layout))
                 for places in rows.values():
@@ -105,8 +104,7 @@ def write_page(path: str, files: list[str]) -> int:
                 page.write(tail)
             os.replace(temporary, path)
         finally:
-            with suppress(OSError): # after an error, it is still there
-                os.unlink(temporary)
+            temporary.unlink(missing_ok=True) # after an error, it is still there
     return sum(map(len, rows.values()))
 
 
@@ -199,17 +197,16 @@ def short_names(paths: Sequence[str]) -> list[str]:
     """
     names = []
     for path in paths:
-        parts = [part for part in Path(path).parts if part not in ("/", "..", "ckpt.pt")]
-        names.append("/".join(parts) or "a model")
+        parts = tuple(part for part in Path(path).parts if part not in ("/", "..", "ckpt.pt"))
+        names.append(parts or ("a model",))
     for count in itertools.count(1):
-        short = ["/".join(name.split("/")[-count:]) for name in names]
+        short = ["/".join(parts[-count:]) for parts in names]
         if len(set(short)) == len(set(names)):
             return short
 
 
 def clean(text: str) -> str:
-    """The text with replacements for what HTML cannot hold: lone surrogates and NUL."""
-    text = text.encode("utf-8", errors="replace").decode()
+    """The text with a replacement for NUL, which HTML cannot hold."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from sampling.configurator import as_list
@@ -48,9 +47,15 @@ class Run:
 
     def line(self, sample: Result) -> bytes:
         record = self.first_fields(sample)
-        for name in SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS:
+        if isinstance(sample, Score):
+            names = SCORE_FIELDS
+            logprob = round_score(sample.cumulative_logprob, sample.num_tokens)
+        else:
+            names = SAMPLE_FIELDS
+            logprob = rounded(sample.cumulative_logprob)
+        for name in names:
             record[name] = getattr(sample, name)
-        record["cumulative_logprob"] = rounded_sum(sample)
+        record["cumulative_logprob"] = logprob
         num_top = self.settings.get("logprobs")
         if num_top is not None and sample.tokens: # in the form of OpenAI's chat completions
             content = [token_fields(token, num_top) for token in sample.tokens]
@@ -83,7 +88,7 @@ class Run:
         fields["prompt"] = prompt.text
         if prompt.id is not None:
             fields["id"] = prompt.id
-        return {**fields, **prompt.other_fields}
+        return fields | prompt.other_fields
 
 
 class LinesFile:
@@ -102,17 +107,12 @@ class LinesFile:
         self.end = 0 # how many bytes the file has, if is_ours
 
     def checked_size(self) -> int:
-        """In bytes, if the file is still in its place: see require_place."""
-        self.require_place()
-        return os.path.getsize(self.path)
-
-    def require_place(self) -> None:
-        """If another program has moved, deleted or replaced the file, save a copy of it beside its
-        place and raise ValueError.
+        """The size in bytes. If another program has moved, deleted or replaced the file, save a
+        copy of it beside its place and raise ValueError.
         """
-        if is_at(self.path, self.file) or not self.has_inode:
-            return
         path = self.path
+        if is_at(path, self.file) or not self.has_inode:
+            return os.path.getsize(path)
         self.path = f"{path}.{os.getpid()}"
         with name_write_errors(self.path):
             # This finds a file without a name, too.
@@ -128,7 +128,7 @@ class LinesFile:
         watch: the file may also have samples of other models. Raises ValueError, without changing
         the file, if it is from another run.
         """
-        self.require_place()
+        self.checked_size() # the file must be in its place
         num_saved = 0
         num_logprobs = run.settings.get("logprobs")
         has_other_logprobs = False
@@ -146,7 +146,8 @@ class LinesFile:
                                  "file another name, or replace it with --overwrite")
             run.check(record, sample, where)
             if isinstance(sample, Score): # Printer.print_total needs the sums of all texts
-                vars(sample).update({name: record[name] for name in SCORE_FIELDS})
+                for name in SCORE_FIELDS:
+                    setattr(sample, name, record[name])
             sample.already_saved = True
             num_saved += 1
             yield sample
@@ -159,7 +160,7 @@ class LinesFile:
             logger.warning(f"{self.path} has lines that were not saved with logprobs={num_logprobs}"
                            ": they stay as they are, also on a page; --overwrite generates all "
                            "samples again")
-        new = list(islice(samples, 1))
+        new = next(samples, None)
         if num_saved:
             saved = plural(num_saved, "text" if "score" in run.settings else "sample")
             if watch:
@@ -168,7 +169,9 @@ class LinesFile:
                 logger.info(f"{self.path} holds {saved} already: resuming after them")
             else:
                 logger.info(f"{self.path} is complete, with {saved}: nothing to do")
-        yield from chain(new, samples)
+        if new:
+            yield new
+        yield from samples
 
     def write(self, line: bytes) -> None:
         """Raises ValueError if another program has changed the file."""
@@ -240,12 +243,6 @@ def rounded(value: float | None, num_digits: int = 3) -> float | None:
     return None if value is None else round(value, num_digits) + 0.0 # never -0.0
 
 
-def rounded_sum(sample: Result) -> float | None:
-    if isinstance(sample, Score):
-        return round_score(sample.cumulative_logprob, sample.num_tokens)
-    return rounded(sample.cumulative_logprob)
-
-
 def round_score(logprob: float, num_tokens: int) -> float:
     """The sum over a short text keeps more decimals, because the mean is printed with four."""
     return rounded(logprob, max(3, 6 - len(str(num_tokens))))
@@ -305,7 +302,7 @@ def open_output(path: str, is_second: bool = False) -> BinaryIO:
     locked it, or if sample.py has not written it.
     """
     with suppress(OSError): # there is no such file, or standard output is closed
-        if os.path.samestat(os.stat(path), os.fstat(1)):
+        if os.path.samefile(path, 1):
             raise ValueError(f"{path} is where standard output goes: give another path; out_file=- "
                              "prints the lines instead of the samples")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -336,6 +333,6 @@ def open_output(path: str, is_second: bool = False) -> BinaryIO:
 def is_at(path: str, file: BinaryIO) -> bool:
     """Whether an open file is the one at this path."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+        return os.path.samefile(path, file.fileno())
     except (FileNotFoundError, NotADirectoryError):
         return False

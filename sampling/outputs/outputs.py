@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 from sampling.inputs.prompts import parse_start
 from sampling.outputs.console import before_exit, plural, start_progress_bar
 from sampling.outputs.html import write_page
-from sampling.outputs.jsonl import (
-    PAGE,
-    LinesFile,
-    Record,
-    Run,
-    open_output,
-    rounded,
-    run_settings,
-)
+from sampling.outputs.jsonl import PAGE, LinesFile, Record, Run, open_output, rounded, run_settings
 from sampling.outputs.printer import RULE, LinePrinter, Printer, Progress
 from sampling.params import Settings, is_same_file
 from sampling.process import END_SIGNALS, peak_memory
@@ -41,22 +33,21 @@ class OutputFiles:
     def __init__(self, out_file: str | None, html_file: str | None, start: str, overwrite: bool):
         self.html_file = html_file
         self.overwrite = overwrite
-        self.prints_lines = out_file == "-" # instead of the samples
-        path = None if self.prints_lines else out_file
+        path = None if out_file == "-" else out_file
         if html_file and path is None:
             path = f"{html_file.removesuffix('.html')}.jsonl"
         if path is None and sys.stdout is None:
             raise ValueError("standard output is closed, so the samples would be lost: give "
                              "out_file")
         self.lines = None
-        if path is not None:
+        if path:
             kind, prompts = parse_start(start)
-            if kind != "TEXT" and os.path.exists(path) and is_same_file(path, prompts):
+            if kind != "TEXT" and is_same_file(path, prompts):
                 raise ValueError(f"{path} is the file of the prompts: give out_file another name")
             self.lines = LinesFile(path)
             before_exit.append(self.close)
         self.page_end = 0 # how many bytes of the lines html_file shows
-        if self.html_file is not None:
+        if html_file:
             self.check_page()
 
     def check_page(self) -> None:
@@ -133,7 +124,7 @@ class Outputs:
         self.device = gpt.backend.device
         kept = run_settings(settings, self.device.type, gpt.backend.dtype_name)
         self.run = Run(checkpoint_id(gpt), kept)
-        if files.prints_lines:
+        if settings["out_file"] == "-": # instead of the samples
             self.printer = LinePrinter(gpt.tokenizer, self.run.line)
         else:
             self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams_always=False)

@@ -9,10 +9,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.outputs.console import clear_bar, is_tty, name_write_errors, plural, sanitize
+from sampling.outputs.console import CONTROL_PICTURES, clear_bar, is_tty, name_write_errors, plural
 from sampling.outputs.jsonl import round_score
 from sampling.samples import Piece, Prompt, Result, Score
 
@@ -45,7 +46,7 @@ class Printer:
             logger.warning("show_probs has no effect: standard output is not a terminal, or "
                            "NO_COLOR is set")
         self.sample: Result | None = None # the latest one
-        self.unprinted: list[str] = [] # parts of it
+        self.unprinted = "" # a part of its text
         self.sums: list[tuple] = [] # as summary takes them, of each text that is scored
 
     def update(self, sample: Result, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
@@ -55,32 +56,39 @@ class Printer:
         """
         if sample is not self.sample:
             self.sample = sample
-            self.unprinted = []
+            self.unprinted = ""
             if shows_prompt:
-                self.unprinted.append(self.make_safe(self.tokenizer.decode(sample.prompt_ids)))
+                self.unprinted = self.make_safe(self.tokenizer.decode(sample.prompt_ids))
         is_score = isinstance(sample, Score)
         shows_text = self.show_probs or not is_score
         if shows_text:
-            self.unprinted += map(self.format, pieces)
+            self.unprinted += "".join(map(self.format, pieces))
         if sample.finish_reason:
             line = RULE
             if is_score:
                 self.add_to_total(sample)
                 line = f"{self.make_safe(name_of(sample.prompt))}: {summary(*self.sums[-1])}"
             if shows_text:
-                self.unprinted.append("\n")
-            self.unprinted.append(f"{line}\n")
+                self.unprinted += "\n"
+            self.unprinted += f"{line}\n"
         if self.streams or sample.finish_reason:
-            self.write("".join(self.unprinted))
-            self.unprinted = []
+            self.write(self.unprinted)
+            self.unprinted = ""
 
     def make_safe(self, text: str) -> str:
-        return sanitize(text) if self.is_terminal else text
+        return text.translate(CONTROL_PICTURES) if self.is_terminal else text
 
     def format(self, piece: Piece) -> str:
+        """The text of a piece. With show_probs, its background shows how likely it was; line ends
+        have no background.
+        """
         text = self.make_safe(piece.text)
         if self.show_probs and piece.logprob is not None:
-            return colorize(text, piece.logprob)
+            probability = math.exp(piece.logprob)
+            for limit, tint in TINTS.items():
+                if probability < limit:
+                    # Black text, whatever the terminal's own colour.
+                    return re.sub(".+", f"\x1b[38;5;16;48;5;{tint}m\\g<0>\x1b[0m", text)
         return text
 
     def add_to_total(self, score: Score) -> None:
@@ -136,35 +144,22 @@ def name_of(prompt: Prompt) -> str:
     return name if name and name.isprintable() else repr(name)
 
 
-def colorize(text: str, logprob: float) -> str:
-    """The text on a background that shows how likely it was. Line ends have no background."""
-    probability = math.exp(logprob)
-    for limit, tint in TINTS.items():
-        if probability < limit:
-            begin = f"\x1b[38;5;16;48;5;{tint}m" # black text, whatever the terminal's own colour
-            return re.sub(".+", f"{begin}\\g<0>\x1b[0m", text)
-    return text
-
-
+@dataclass
 class Progress:
     """Counts samples and tokens.
 
     Shows a bar, or if standard error is no terminal, as with nohup, a line now and then.
-
-    total_samples: how many samples the run has; None if unknown. Saved ones do not count.
-    max_new_tokens: that of each sample; None if texts are scored.
-    bar: a tqdm, or None.
     """
+    total_samples: int | None # how many the run has; None if unknown. Saved ones do not count
+    max_new_tokens: int | None # that of each sample; None if texts are scored
+    bar: Any # a tqdm, or None
+    num_samples: int = 0 # how many are finished
+    num_tokens: int = 0 # how many tokens these have
 
-    def __init__(self, total_samples: int | None, max_new_tokens: int | None, bar: Any = None):
-        self.total_samples = total_samples
-        self.max_new_tokens = max_new_tokens
-        self.noun = "text" if max_new_tokens is None else "sample"
+    def __post_init__(self):
+        self.noun = "text" if self.max_new_tokens is None else "sample"
         self.unfinished: set[Result] = set() # the engine may append tokens to them
-        self.num_samples = 0 # how many are finished
-        self.num_tokens = 0 # how many tokens these have
-        self.bar = bar
-        self.interval = LOG_INTERVAL if bar is None else BAR_INTERVAL
+        self.interval = LOG_INTERVAL if self.bar is None else BAR_INTERVAL
         self.start = time.perf_counter() # the model is loaded
         self.next_time = self.start + self.interval
 
@@ -197,10 +192,10 @@ class Progress:
             self.bar.update(num_tokens - self.bar.n)
         elif not is_tty(sys.stderr):
             if self.total_samples is None:
-                self.log_speed(f"{samples} so far", num_tokens)
+                done = f"{samples} so far"
             else:
-                total = plural(self.total_samples, self.noun)
-                self.log_speed(f"{self.num_samples} of {total}", num_tokens)
+                done = f"{self.num_samples} of {plural(self.total_samples, self.noun)}"
+            self.log_speed(done, num_tokens)
 
     def expect_tokens(self) -> int | None:
         """How many tokens the run will have at its end; None if unknown. Samples may stop early."""
@@ -226,6 +221,5 @@ class Progress:
 
     def log_speed(self, samples: str, num_tokens: int, more: str = "") -> None:
         seconds = time.perf_counter() - self.start
-        speed = num_tokens / seconds
-        tokens = plural(num_tokens, "token")
-        logger.info(f"{samples}, {tokens} in {seconds:.1f} s: {speed:.1f} tokens/s{more}")
+        logger.info(f"{samples}, {plural(num_tokens, 'token')} in {seconds:.1f} s: "
+                    f"{num_tokens / seconds:.1f} tokens/s{more}")

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.inputs.char_tokenizer import CharTokenizer, read_meta
 
 WORDS = {"\n": 0, "e4": 1, "Nf3": 2, " ": 3, "x": 4}
 BYTES = {"tokenizer": "byte", "vocab_size": 256, "itos": {i: bytes([i]) for i in range(256)}}
@@ -13,8 +13,9 @@ BYTES = {"tokenizer": "byte", "vocab_size": 256, "itos": {i: bytes([i]) for i in
 
 def load(folder, meta):
     """The tokenizer of a meta.pkl with this content."""
-    (folder / "meta.pkl").write_bytes(meta if isinstance(meta, bytes) else pickle.dumps(meta))
-    return CharTokenizer(folder / "meta.pkl")
+    path = folder / "meta.pkl"
+    path.write_bytes(meta if isinstance(meta, bytes) else pickle.dumps(meta))
+    return CharTokenizer(path, read_meta(path))
 
 
 def test_a_byte_order_mark_that_the_vocabulary_lacks_is_left_out(tmp_path):

@@ -191,7 +191,7 @@ def test_what_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, messag
     Path("empty").mkdir()
     save_meta(Path("out", "meta.pkl"))
     save_pickle("bare.pkl", {"vocab_size": 50257})
-    save_pickle("small.pkl", {"vocab_size": 50, "s2i": {"a": 0}})
+    save_pickle("small.pkl", {"vocab_size": 50})
     with pytest.raises(ValueError, match=message):
         load(vocab_size, name=name)
 

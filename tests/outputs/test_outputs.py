@@ -228,7 +228,7 @@ def test_a_file_system_whose_inode_numbers_change_is_used_without_them(
     """As on Samba and some FUSE."""
     run(2)
     whole = files()
-    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    monkeypatch.setattr(os.path, "samefile", lambda *_: False)
     run(2, overwrite=True)
     run(3)
     assert files()["a.jsonl"].startswith(whole["a.jsonl"])

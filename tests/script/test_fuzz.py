@@ -16,7 +16,7 @@ import engines
 from models import CHARS, make_gpt
 from project import SCRIPT
 from sampling.configurator import find_settings, override
-from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.inputs.char_tokenizer import CharTokenizer, read_meta
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
 from sampling.params import SamplingParams, check_settings
 from sampling.samples import Prompt, Sample
@@ -102,7 +102,7 @@ def tokenizers(tmp_path, gpt2_encoding):
     symbols = ["a", "b", "<a>", "", "<b>", "<a|", "<<a>>", "<a>b>"]
     path = tmp_path / "special.pkl"
     path.write_bytes(pickle.dumps({"stoi": {"a": 0, "b": 1}, "itos": symbols}))
-    return [(engines.TOKENIZER, len(CHARS)), (CharTokenizer(path), len(symbols)),
+    return [(engines.TOKENIZER, len(CHARS)), (CharTokenizer(path, read_meta(path)), len(symbols)),
             (TiktokenTokenizer(), 300)]
 
 
