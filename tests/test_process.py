@@ -102,31 +102,3 @@ fork(lambda: sampling.load("demo"))
 
 def test_a_fork_of_a_process_that_loaded_a_model_raises_instead_of_hanging():
     run_python("-W", "ignore", "-c", FORK, OMP_NUM_THREADS="2")
-
-
-FREED = """
-import resource
-import numpy, psutil, torch, sampling
-gpt = sampling.load("demo", "cpu")
-def memory():
-    return psutil.Process().memory_info().rss
-def page_faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def generate():
-    gpt.generate("A", num_samples=32, max_new_tokens=50)
-generate()
-before = page_faults()
-generate()
-assert page_faults() - before < 2500, "each of 50 steps reuses the memory of the last one"
-before = memory()
-for ones, dtype in (numpy.ones, numpy.float64), (torch.ones, torch.float64):
-    for megabytes in 400, 20:
-        arrays = [ones(megabytes * 125_000, dtype=dtype) for _ in range(400 // megabytes)]
-        assert memory() - before > 350e6
-        del arrays
-        assert memory() - before < 100e6, (ones, megabytes)
-"""
-
-
-def test_memory_that_a_program_frees_is_returned_and_that_of_a_step_is_used_again():
-    run_python("-c", FREED, OMP_NUM_THREADS="2")

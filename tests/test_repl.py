@@ -92,7 +92,7 @@ ANSWERS = { # what a user types, and a part of the message
     ":stop": "stop=None",
     ":stop=\\n": "stop='\\n'\n",
     """:stop='"\\n"'""": "stop='\\n'\n",
-    ":stop=a\\n": """in quotes, as Python does: --stop='"\\n"' in a shell, :stop="\\n" in a session""",
+    ":stop=a\\n": """as Python does: --stop='"\\n"' in a shell, :stop="\\n" in a session""",
     ":again 3": "error: :again takes no value",
     ":help": HELP,
     "help": HELP,

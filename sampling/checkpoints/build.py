@@ -18,8 +18,7 @@ from sampling.checkpoints.tensor_files import TensorFile
 from sampling.checkpoints.untrusted_files import require
 from sampling.model import GPT, GPTConfig
 
-StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
-
+StoredTensors = dict[str, StoredTensor] # by name
 HEAD = "lm_head.weight"
 EMBEDDING = "transformer.wte.weight"
 POSITIONS = "transformer.wpe.weight"
@@ -92,10 +91,8 @@ def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
     """The tensors of a file by nanoGPT's names, without mask buffers."""
-    named = nanogpt_names(require_tensors(tensors))
-    kept = {name: tensor for name, tensor in named.items() if not MASK_BUFFER.search(name)}
-    require_size(file, kept)
-    return {name: (file, tensor) for name, tensor in kept.items()}
+    named = nanogpt_names(require_tensors(tensors, file))
+    return {name: tensor for name, tensor in named.items() if not MASK_BUFFER.search(name)}
 
 
 def share_head(stored: StoredTensors) -> StoredTensors:
@@ -104,72 +101,73 @@ def share_head(stored: StoredTensors) -> StoredTensors:
     return {HEAD: tied, EMBEDDING: tied} | stored if tied else stored
 
 
-def require_tensors(tensors: object) -> dict[str, StoredTensor]:
-    """Raises RejectedFileError unless this is a mapping of names to tensors."""
+def require_tensors(tensors: object, file: TensorFile) -> StoredTensors:
+    """The tensors, which now know their file. Raises ValueError unless this is a mapping of names
+    to tensors, which lie in the file and are not more than it has.
+
+    Views made by expand, or records that overlap, can claim far more bytes. A tied head claims
+    twice. Masks, which layers may share, do not count.
+    """
     named = unwrap(tensors)
     reason = ("it must hold tensors by name (the state_dict() of a module, the full_tensor() "
               "of a DTensor, nothing quantized), but holds ")
     require(isinstance(named, dict) and named, reason + describe(tensors or None))
+    claimed = 0
     for name, tensor in named.items():
         is_tensor = isinstance(name, str) and isinstance(tensor, StoredTensor)
         require(is_tensor, f"{reason}{describe(name)}: {describe(tensor)}")
-    return named
-
-
-def require_size(file: TensorFile, tensors: dict[str, StoredTensor]) -> None:
-    """Raises ValueError unless the tensors lie in the file, and are not more than it has.
-
-    Views made by expand, or records that overlap, can claim far more bytes. A tied head claims
-    twice.
-    """
-    claimed = 0
-    for tensor in tensors.values():
         file.check(tensor)
-        claimed += tensor.nbytes
+        if not MASK_BUFFER.search(name):
+            claimed += tensor.nbytes
     require(claimed <= 2 * file.size,
             f"it has {file.size} bytes, but claims tensors of {claimed} bytes")
+    return {name: tensor._replace(file=file) for name, tensor in named.items()}
 
 
 # ---- reading
 
-def read_model(config: GPTConfig, stored: StoredTensors, dtype: torch.dtype) -> dict:
+def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> dict:
     """Read the tensors. Returns the fields config, state_dict and crc32 of a Checkpoint.
 
+    model_args: fields of GPTConfig. If they lack bias, the tensors show whether there are biases.
     dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as
     they are read, so that one such weight is in memory in float32 at a time; all else is float32.
     A head that equals the embedding is tied to it: both are one object.
     """
     def read(name: str) -> Tensor:
-        file, tensor = stored[name]
-        tensor = file.read(tensor).float().contiguous() # mostly copies nothing
+        tensor = stored[name].file.read(stored[name])
+        tensor = tensor.float().contiguous() # mostly copies nothing
         is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if is_whole else tensor.clone()
 
-    for name, (_, tensor) in stored.items():
+    for name, tensor in stored.items():
         require(tensor.dtype.is_floating_point, f"it holds {name!r:.60} as {tensor.dtype}: only "
                 "dense floating point is allowed, not quantized")
-    require_fit(config, {name: tensor for name, (_, tensor) in stored.items()})
+    config = GPTConfig(**{"bias": "transformer.ln_f.bias" in stored} | model_args)
+    require_fit(config, stored)
     is_tied = stored[HEAD] == stored[EMBEDDING] or torch.equal(read(HEAD), read(EMBEDDING))
+    stored = dict(sorted(stored.items())) # so the head is before the embedding
     state_dict = {}
-    lines = [f"{config}\n"]
-    for name, (file, tensor) in sorted(stored.items()): # so the head is before the embedding
+    for name, tensor in stored.items():
         if is_tied and name == EMBEDDING:
             state_dict[name] = state_dict[HEAD]
         elif dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS:
             state_dict[name] = quantize(read(name))
         else:
             state_dict[name] = read(name)
-        lines.append(checksum_line(name, file, tensor))
     return {"config": replace(config, tie_word_embeddings=is_tied), "state_dict": state_dict,
-            "crc32": f"{zlib.crc32(''.join(lines).encode()):08x}"}
+            "crc32": f"{checksum(config, stored):08x}"}
 
 
-def checksum_line(name: str, file: TensorFile, tensor: StoredTensor) -> str:
-    """What the checksum of a model covers of a tensor that was read."""
-    return f"{name} {tensor[1:]} {file.records[tensor.key].crc32}\n"
+def checksum(config: object, stored: StoredTensors) -> int:
+    """A checksum of a model whose tensors were read."""
+    lines = [f"{config}\n"]
+    for name, tensor in stored.items():
+        lines.append(f"{name} {tensor[1:5]} {tensor.file.records[tensor.key].crc32}\n")
+    return zlib.crc32("".join(lines).encode())
 
 
-def require_fit(config: GPTConfig, tensors: Mapping[str, StoredTensor | Tensor]) -> None:
+def require_fit(config: GPTConfig, tensors: StoredTensors) -> None:
     """Raises RejectedFileError unless there is such a model, and these are its tensors."""
     for name, kind in GPTConfig.__annotations__.items():
         value = getattr(config, name)
@@ -205,9 +203,9 @@ def describe_misfits(found: Mapping[str, StoredTensor | Tensor],
     return f"({len(problems)} differ): {'; '.join(problems[:5])}" if problems else ""
 
 
-def count_init_draws(tensors: Mapping[str, StoredTensor | Tensor]) -> int:
+def count_init_draws(tensors: Mapping[str, Any]) -> int:
     """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these
-    tensors.
+    tensors, which may be QuantizedWeights.
 
     It builds the model after it sets the seed. PyTorch initialises every Linear (weight and bias,
     uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with normal_,

@@ -14,7 +14,6 @@ from typing import Any
 
 from sampling.checkpoints.untrusted_files import (
     ANNOUNCED_WAITS,
-    MAX_CONFIG_BYTES,
     RejectedFileError,
     file_state,
     read_json,
@@ -63,7 +62,7 @@ def huggingface_config(folder: Path) -> dict | None:
     path = folder / "config.json"
     if not path.is_file():
         return None
-    config = read_json(path, MAX_CONFIG_BYTES)
+    config = read_json(path)
     # A config.json of 2019 has only sizes, and no model_type.
     has_sizes = all(config.keys() & names for names in HUGGINGFACE_NAMES.items())
     return config if "model_type" in config or has_sizes else None
@@ -80,11 +79,11 @@ def has_weights(folder: Path) -> bool:
 def huggingface_folder(path: Path) -> Path:
     """The folder of a Hugging Face model if path is one of its files; otherwise path."""
     is_part = WEIGHT_FILE.fullmatch(path.name) or path.name == "config.json"
-    if not (is_part and os.path.isfile(path) and has_weights(path.parent)):
-        return path
     # From a folder with safetensors, a .bin file is not read.
     is_unread = path.suffix == ".bin" and any(path.parent.glob("model*.safetensors"))
-    return path if is_unread else path.parent
+    if is_part and not is_unread and os.path.isfile(path) and has_weights(path.parent):
+        return path.parent
+    return path
 
 
 # ---- what to do where no model is found
@@ -181,7 +180,7 @@ def load_saves(out_dir: str | Path, load: Callable[[], Any]) -> Iterator[Any]:
     while True:
         path = checkpoint_path(out_dir)
         state = file_state(path)
-        if state is None or last is not None:
+        if last or not state:
             if path not in ANNOUNCED_WAITS:
                 logger.info(f"waiting for the {'next' if last else 'first'} save of {path}")
             state = wait_for_save(out_dir, last)

@@ -26,7 +26,7 @@ from sampling.checkpoints.finding import (
 )
 from sampling.checkpoints.model_source import require_unedited
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require
+from sampling.checkpoints.untrusted_files import is_inside, read_complete, read_json, require
 from sampling.model import GPTConfig
 from sampling.process import first_sentence
 
@@ -44,11 +44,10 @@ GELU = {
     "gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh",
     "gelu_pytorch_tanh": "tanh", "gelu_python_tanh": "tanh", "gelu_accurate": "tanh",
 }
-# Of fields that config.json may lack, as in transformers.
-DEFAULTS = {
-    "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None,
-    "n_positions": 1024, "layer_norm_epsilon": 1e-5,
-}
+# What GPTConfig takes from config.json. If a field is missing there, its default in GPTConfig is
+# that of transformers, but for vocab_size.
+MODEL_FIELDS = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "n_inner",
+                "layer_norm_epsilon")
 # The fields of generation_config.json that change the text, each with the value that does not: with
 # a flag, and without.
 FLAGS = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
@@ -75,20 +74,18 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
         places = nanogpt_names(shard_of)
         for path, file in zip(paths, weights, strict=True):
             tensor_file = read_tensor_file(file)
-            for name, (_, tensor) in tensors_by_name(tensor_file.content, tensor_file).items():
+            for name, tensor in tensors_by_name(tensor_file.content, tensor_file).items():
                 if UNNEEDED.match(name):
                     unneeded.add(re.sub(r"^transformer\.(h\.\d+\.)?", "", name))
                     continue
                 if name.endswith(TRANSPOSED):
                     tensor = tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
                 if places.get(name, path) == path:
-                    stored[name] = tensor_file, tensor
+                    stored[name] = tensor
         # A head that differs is used all the same, as in transformers.
         if config.get("tie_word_embeddings", True):
             stored = share_head(stored)
-        # An exported nanoGPT model may have no biases.
-        has_biases = any(name.endswith(".bias") for name in stored)
-        fields = read_model(GPTConfig(bias=has_biases, **model_args), stored, dtype)
+        fields = read_model(model_args, stored, dtype)
         scale_queries(fields["state_dict"], config, fields["config"])
         return fields
 
@@ -110,7 +107,7 @@ def warn_about_generation_config(folder: Path, config: dict) -> None:
     path = folder / "generation_config.json"
     fields = config # it had these fields in older versions
     if path.is_file():
-        fields = config | read_json(path, MAX_CONFIG_BYTES)
+        fields = config | read_json(path)
     asked = []
     for name, usual in (FLAGS | NO_FLAGS).items():
         if fields.get(name) not in (None, usual):
@@ -147,13 +144,15 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
         raise ValueError(f"{folder} holds quantized weights: pass --init_from with the model that "
                          "they were made from")
     activation = config.get("activation_function", "gelu_new")
-    if not isinstance(activation, str) or activation not in GELU:
+    if activation not in list(GELU): # it may be of any type
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are "
                          f"{', '.join(GELU)}")
-    fields = DEFAULTS | {name: config[name] for name in DEFAULTS if name in config}
-    for name, other in HUGGINGFACE_NAMES.items():
-        fields[name] = config.get(other, fields[name])
-    return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation]} | fields
+    fields = {"vocab_size": 50257, "gelu": GELU[activation]}
+    for name in MODEL_FIELDS:
+        for key in name, HUGGINGFACE_NAMES.get(name): # the latter counts
+            if key in config:
+                fields[name] = config[key]
+    return {"block_size": fields.pop("n_positions", 1024)} | fields
 
 
 # ---- files
@@ -205,7 +204,7 @@ def download(name: str) -> Path:
         if not (folder / WEIGHTS[0]).is_file():
             shard_of = read_index(folder, WEIGHTS[0]) or read_index(folder, WEIGHTS[1])
             patterns = [*shard_of.values()] or WEIGHTS[1:]
-            folder = Path(snapshot_download(name, allow_patterns=patterns))
+            snapshot_download(name, allow_patterns=patterns) # to the same folder
         require(has_weights(folder), f"the cache lacks {WEIGHTS[0]} and {WEIGHTS[1]}")
         return folder
     except (OSError, ValueError) as error: # all errors of the hub are of these types
@@ -247,13 +246,8 @@ def read_index(folder: Path, weights: str) -> dict[str, str]:
     path = folder / f"{weights}.index.json"
     if not path.is_file():
         return {}
-    shard_of = read_json(path, MAX_CONFIG_BYTES).get("weight_map")
+    shard_of = read_json(path).get("weight_map")
     is_map = isinstance(shard_of, dict) and all(map(is_inside, shard_of.values()))
     require(is_map, f"cannot read {path}: its weight_map must give the names of files in its "
             "folder")
     return shard_of
-
-
-def is_inside(name: object) -> bool:
-    """Whether this is a relative path that does not leave its folder."""
-    return isinstance(name, str) and not Path(name).anchor and ".." not in Path(name).parts

@@ -25,8 +25,6 @@ import torch
 from sampling import model as this_model
 
 logger = logging.getLogger(__name__)
-CONSENT = ("if the code of its model was edited, pass --model_file with that model.py, which is "
-           "run")
 NANOGPT = "nanogpt" # the value of model_file that stands for nanoGPT's own model.py
 # nanoGPT's file has 17 KB, and those of its forks up to 60. A large file would take long to parse.
 MAX_SOURCE_BYTES = 2**17
@@ -89,16 +87,14 @@ class ModelSource(NamedTuple):
                 f"which runs it; if with nanoGPT's own, pass --model_file={NANOGPT}")
 
 
-def is_edited() -> bool:
-    """Whether the model.py of this project computes something else than as it was released."""
-    source = read_source(Path(this_model.__file__))
-    return source is None or bool(source.differences)
+UNEDITED = ModelSource(Path(NANOGPT), []) # nanoGPT's newest
 
 
 def require_unedited() -> None:
     """Raises ValueError if this project's model.py was edited: not all backends would follow."""
-    if is_edited():
-        path = this_model.__file__
+    path = this_model.__file__
+    source = read_source(Path(path))
+    if source is None or source.differences:
         raise ValueError(f"{path}, the model.py of this project, was edited: restore it (git "
                          "checkout model.py), or, for a ckpt.pt, pass "
                          f"--model_file={quote(path)}, which runs it")
@@ -127,7 +123,7 @@ def find_source(checkpoint: Path) -> ModelSource:
                 logger.info(f"{path} is nanoGPT's from before June 2023: using its GELU, the tanh "
                             "form")
             return source
-    return ModelSource(Path(NANOGPT), [])
+    return UNEDITED
 
 
 def read_source(path: Path) -> ModelSource | None:
@@ -153,105 +149,93 @@ def read_source(path: Path) -> ModelSource | None:
 
 # ---- what a file binds
 
-def find_bindings(body: list[ast.stmt]) -> dict[str, list[Any]]:
+def find_bindings(body: list[ast.stmt]) -> defaultdict[str, list[Any]]:
     """What the statements of a module bind each name to: functions, classes, assignments, and
     imports as their dotted names. The name * has what could bind any name, or change what is bound
     elsewhere: imports of it, loops, and what has_effects. The name import has all imports.
     """
     bindings = defaultdict(list)
-    for node in body:
+    waiting = [*body]
+    for node in waiting: # it grows
+        if isinstance(node, ast.If | ast.Try | ast.ExceptHandler): # each part counts alone
+            is_script = (isinstance(node, ast.If) # an import does not run its body
+                         and ast.unparse(node.test) == "__name__ == '__main__'")
+            waiting += node.orelse if is_script else ast.iter_child_nodes(node)
+            continue
         if has_effects(node):
             bindings["*"].append(node)
-        if is_inert(node):
+        if is_inert(node) or isinstance(node, ast.expr): # such as the test of an if
             continue
         match node:
             case ast.FunctionDef() | ast.ClassDef():
                 bindings[node.name].append(node)
-            case ast.Import():
+            case ast.Import() | ast.ImportFrom():
+                origin = ""
+                if isinstance(node, ast.ImportFrom):
+                    origin = f"{'.' * node.level}{node.module}."
                 for alias in node.names:
+                    # "import a.b" binds a. A name after "from a import" has no dot.
                     top = alias.name.partition(".")[0]
-                    source = alias.name if alias.asname else top
+                    source = origin + (alias.name if alias.asname else top)
                     bindings[alias.asname or top].append(source)
                     bindings["import"].append(source)
-            case ast.ImportFrom():
-                for alias in node.names:
-                    source = f"{'.' * node.level}{node.module}.{alias.name}"
-                    bindings[alias.asname or alias.name].append(source)
-                    bindings["import"].append(source)
-            case ast.Assign() | ast.AnnAssign():
-                targets = getattr(node, "targets", None) or [node.target]
+            case ast.Assign(targets) | ast.AnnAssign(targets): # one, or a list
                 for name in names_in(targets, "id"):
                     bindings[name].append(node)
-            case ast.If() | ast.Try():
-                for name, values in find_bindings(statements(node)).items():
-                    bindings[name] += values
             case _:
                 bindings["*"].append(node)
     return bindings
 
 
-def statements(node: ast.If | ast.Try) -> list[ast.stmt]:
-    """All that may run of these statements while the file is imported."""
-    found = [*node.orelse, *getattr(node, "finalbody", [])]
-    if not (isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"):
-        found += node.body
-    for handler in getattr(node, "handlers", []):
-        found += handler.body
-    return found
-
-
-def has_effects(node: ast.stmt) -> bool:
-    """Whether a statement calls what is not harmless, or assigns to a part of an object, while the
-    file is imported: in a value, a decorator, a default or the body of a class, but not in the body
-    of a function. Of an if, only the test counts: its statements are looked at one by one.
+def has_effects(node: ast.AST) -> bool:
+    """Whether a statement, or the test of an if, calls what is not harmless, or assigns to a part
+    of an object, while the file is imported: in a value, a decorator, a default or the body of a
+    class, but not in the body of a function.
     """
     waiting = [node]
-    if isinstance(node, ast.If | ast.Try):
-        waiting = [getattr(node, "test", ast.Pass())]
     for part in waiting: # it grows
-        called = [part.func] if isinstance(part, ast.Call) else []
-        called += [name for name in getattr(part, "decorator_list", [])
-                   if not isinstance(name, ast.Call)]
+        calls = [part] if isinstance(part, ast.Call) else getattr(part, "decorator_list", [])
+        # A decorator may be called by its name alone.
+        called = [ast.unparse(getattr(call, "func", call)) for call in calls]
         is_part = isinstance(part, ast.Attribute | ast.Subscript)
         is_assigned = is_part and not isinstance(part.ctx, ast.Load)
-        if is_assigned or not all(HARMLESS.fullmatch(ast.unparse(name)) for name in called):
+        if is_assigned or not all(map(HARMLESS.fullmatch, called)):
             return True
-        if isinstance(part, ast.FunctionDef):
-            waiting += [part.args, *part.decorator_list, part.returns or ast.Pass()]
-        else:
-            waiting += ast.iter_child_nodes(part)
+        children = ast.iter_child_nodes(part)
+        if isinstance(part, ast.FunctionDef): # its body does not run
+            children = [child for child in children if not isinstance(child, ast.stmt)]
+        waiting += children
     return False
 
 
 def is_inert(node: Any) -> bool:
     """Whether this is a statement that changes no logits."""
-    if isinstance(node, ast.Expr):
-        value = node.value
-        if isinstance(value, ast.Call):
-            return HARMLESS.fullmatch(ast.unparse(value.func)) is not None
-        return isinstance(value, ast.Constant) # such as a docstring
-    is_bare = isinstance(node, ast.AnnAssign) and node.value is None
-    return is_bare or isinstance(node, ast.Assert | ast.Pass)
+    match node:
+        case ast.Expr(ast.Call(function)):
+            return HARMLESS.fullmatch(ast.unparse(function)) is not None
+        case ast.Expr(ast.Constant()): # such as a docstring
+            return True
+        case ast.AnnAssign(value=None) | ast.Assert() | ast.Pass():
+            return True
+    return False
 
 
 # ---- what it is compared with
 
-def compare(path: Path, bindings: dict[str, list[Any]]) -> ModelSource:
+def compare(path: Path, bindings: defaultdict[str, list[Any]]) -> ModelSource:
     """Compare the class GPT, and all that it uses, with what is known."""
     waiting = ["*", "__getattr__", "GPTConfig", "GPT"]
     found = set()
-    neighbours = {file.stem for file in path.parent.iterdir()}
-    differences = []
-    for source in bindings["import"]:
-        module = source.partition(".")[0]
-        if module in neighbours or module not in HARMLESS_MODULES:
-            differences.append(source)
+    # A neighbour hides a module of its name.
+    harmless = HARMLESS_MODULES - {file.stem for file in path.parent.iterdir()}
+    differences = [source for source in bindings["import"]
+                   if source.partition(".")[0] not in harmless]
     for name in waiting: # it grows
-        for value in bindings.get(name, []):
+        for value in bindings[name]:
             for unit, part in units(name, value):
-                shown = fingerprint(part)
-                found.add(shown)
-                if shown not in KNOWN.get(unit, "").split():
+                digest = hashlib.sha256(canonical(part).encode()).hexdigest()[:8]
+                found.add(digest)
+                if digest not in KNOWN.get(unit, "").split():
                     differences.append(unit)
                 for other in sorted(names_in(part, "id")):
                     if other not in waiting and (other in KNOWN or hasattr(builtins, other)):
@@ -264,12 +248,13 @@ def compare(path: Path, bindings: dict[str, list[Any]]) -> ModelSource:
 
 
 def units(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The units that a name is bound to.
+    """The units that a name is bound to, but for a known import.
 
     Of the class GPT, only the methods that forward uses, or that torch calls.
     """
     if isinstance(value, str):
-        yield name if name in KNOWN else value, value
+        if KNOWN.get(name) != value:
+            yield name if name in KNOWN else value, value
     elif name == "*" or not isinstance(value, ast.FunctionDef | ast.ClassDef):
         yield f"line {value.lineno}", value
     elif name == "GPTConfig":
@@ -282,7 +267,7 @@ def units(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         others = [part for part in value.body if not isinstance(part, ast.FunctionDef)]
         yield name, [value.bases, value.keywords, value.decorator_list, others]
         waiting = [method for method in methods
-                   if method in ("forward", "generate") or hasattr(torch.nn.Module, method)]
+                   if method == "generate" or hasattr(torch.nn.Module, method)]
         for method in waiting: # it grows
             yield f"GPT.{method}", methods[method]
             if method != "generate": # nothing calls it
@@ -295,19 +280,9 @@ def names_in(part: Any, kind: str) -> set[str]:
     attributes.
     """
     waiting = [ast.Tuple(part if isinstance(part, list) else [part])]
-    names = set()
     for node in waiting: # it grows
         waiting += [child for child in ast.iter_child_nodes(node) if not is_inert(child)]
-        if hasattr(node, kind):
-            names.add(getattr(node, kind))
-    return names
-
-
-def fingerprint(part: Any) -> str:
-    """What KNOWN has of a unit: for an import the dotted name, otherwise a digest."""
-    if isinstance(part, str):
-        return part
-    return hashlib.sha256(canonical(part).encode()).hexdigest()[:8]
+    return {getattr(node, kind) for node in waiting if hasattr(node, kind)}
 
 
 def canonical(part: Any) -> str:

@@ -5,8 +5,6 @@ import logging
 import math
 import os
 import re
-import zlib
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,17 +12,10 @@ import torch
 from torch import Tensor
 
 from sampling.checkpoints import build, finding
-from sampling.checkpoints.build import Checkpoint
 from sampling.checkpoints.huggingface import load_huggingface
-from sampling.checkpoints.model_source import (
-    CONSENT,
-    NANOGPT,
-    ModelSource,
-    find_source,
-    require_unedited,
-)
+from sampling.checkpoints.model_source import NANOGPT, UNEDITED, find_source, require_unedited
 from sampling.checkpoints.own_model import load_own_model
-from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
+from sampling.checkpoints.pickles import StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 from sampling.checkpoints.untrusted_files import (
     RejectedFileError,
@@ -37,7 +28,6 @@ from sampling.model import GPTConfig
 logger = logging.getLogger(__name__)
 # All fields of build-nanogpt's GPTConfig.
 SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
-KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
 # Fields of forks that may be on and change nothing when a trained model samples.
 HARMLESS_FIELD = re.compile(
     r"(use_)?flash(_attn|_attention)?|device|dtype|compile|label_smoothing|init_std"
@@ -45,7 +35,7 @@ HARMLESS_FIELD = re.compile(
 
 
 def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
-                 model_file: str | None = None) -> Checkpoint:
+                 model_file: str | None = None) -> build.Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
     dtype: torch.int8 quantizes the weights while they are read; with any other, all is float32.
@@ -55,50 +45,49 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
     """
     path = finding.checkpoint_path(out_dir)
     if finding.huggingface_folder(path) != path: # a weight file of GPT-2
-        return load_huggingface(os.fspath(path), dtype)
+        return load_huggingface(str(path), dtype)
     if not os.path.isfile(path) or finding.describe_other([path]):
         is_folder = ", which is a folder" if os.path.isdir(path) else ""
         raise FileNotFoundError(f"there is no checkpoint at {path}{is_folder}; "
                                 f"{finding.advice(Path(out_dir))}")
     if model_file in (None, NANOGPT):
         require_unedited()
-        source = ModelSource(Path(NANOGPT), []) if model_file else find_source(path)
-        fields = read_complete([path], partial(read_gpt, source=source, dtype=dtype))
+        source = UNEDITED if model_file else find_source(path)
+        fields = read_complete([path], lambda file: read_gpt(file, source.gelu, dtype))
         if source.drops_while_sampling and fields["config"].dropout:
             source.reject(["dropout while it samples"])
     else:
         model_args, tensors, facts, crc = read_complete([path], read_own)
         model_path = Path(os.path.abspath(model_file))
-        fields, source = load_own_model(model_path, model_args, tensors)
-        fields |= facts | {"crc32": f"{zlib.crc32(source, crc):08x}"}
-    checkpoint = Checkpoint(path=str(path), folder=path.parent, **fields)
+        fields = facts | load_own_model(model_path, model_args, tensors, crc)
+    checkpoint = build.Checkpoint(path=str(path), folder=path.parent, **fields)
     logger.info(checkpoint.describe())
     return checkpoint
 
 
-def read_gpt(file: BinaryIO, source: ModelSource, dtype: torch.dtype) -> dict:
-    """The fields of a Checkpoint from a file of nanoGPT's own GPT, with the GELU of source."""
+def read_gpt(file: BinaryIO, gelu: str, dtype: torch.dtype) -> dict:
+    """The fields of a Checkpoint from a file of nanoGPT's own GPT, whose model.py has this GELU."""
     tensor_file = read_tensor_file(file)
     tensors, args_key, args = find_entries(tensor_file)
     stored = build.share_head(build.tensors_by_name(tensors, tensor_file))
     try:
-        # Older checkpoints have no field bias.
-        has_bias = "transformer.ln_f.bias" in stored
-        config = GPTConfig(**{"bias": has_bias} | gpt_args(args_key, args, source))
-        fields = build.read_model(config, stored, dtype)
-        if config.tie_word_embeddings and not fields["config"].tie_word_embeddings:
+        model_args = gpt_args(args_key, args, gelu)
+        fields = build.read_model(model_args, stored, dtype)
+        is_tied = fields["config"].tie_word_embeddings
+        if model_args.get("tie_word_embeddings", True) and not is_tied:
             # nanoGPT's load_state_dict copies both into one tensor, the head last.
             logger.warning(f"{file.name}: its lm_head.weight and transformer.wte.weight differ; "
                            "the first one counts for both, as in nanoGPT; if its model does not "
                            "tie them, pass --model_file with its model.py, which is run")
             stored[build.EMBEDDING] = stored[build.HEAD]
-            fields = build.read_model(config, stored, dtype)
+            fields = build.read_model(model_args, stored, dtype)
     except RejectedFileError as error:
-        raise RejectedFileError(f"{error}; {CONSENT}") from None
+        raise RejectedFileError(f"{error}; if the code of its model was edited, pass --model_file "
+                                "with that model.py, which is run") from None
     # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets
     # nanoGPT's samples.
-    shapes = {name: tensor for name, (_, tensor) in stored.items()}
-    return read_facts(tensor_file) | fields | {"num_init_draws": build.count_init_draws(shapes)}
+    num_init_draws = build.count_init_draws(fields["state_dict"])
+    return read_facts(tensor_file) | fields | {"num_init_draws": num_init_draws}
 
 
 def read_own(file: BinaryIO) -> tuple[dict, dict[str, Tensor], dict, int]:
@@ -108,13 +97,9 @@ def read_own(file: BinaryIO) -> tuple[dict, dict[str, Tensor], dict, int]:
     tensor_file = read_tensor_file(file)
     tensors, _, args = find_entries(tensor_file)
     model_args = fields_of(args)
-    stored = build.require_tensors(tensors)
-    build.require_size(tensor_file, stored)
+    stored = build.require_tensors(tensors, tensor_file)
     read = {name: tensor_file.read(tensor) for name, tensor in stored.items()}
-    lines = [f"{model_args}\n"]
-    for name, tensor in stored.items():
-        lines.append(build.checksum_line(name, tensor_file, tensor))
-    return model_args, read, read_facts(tensor_file), zlib.crc32("".join(lines).encode())
+    return model_args, read, read_facts(tensor_file), build.checksum(model_args, stored)
 
 
 def read_facts(file: TensorFile) -> dict:
@@ -139,10 +124,10 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
     args_key = "model_args" if "model_args" in entries else "config"
     args = entries.get(args_key)
     fields = fields_of(args)
-    require(not (isinstance(args, Note) and args.name.startswith("omegaconf.")),
+    require(not describe(args).startswith("omegaconf."),
             f"its {args_key} is an object of OmegaConf; save a dict in its place, which "
             f"OmegaConf.to_container(checkpoint[{args_key!r}]) returns")
-    missing = SIZES - (fields or {}).keys()
+    missing = SIZES.difference(fields or {})
     lacking = ""
     if not model_key:
         lacking = "model"
@@ -161,21 +146,22 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
     return entries[model_key], args_key, args
 
 
-def gpt_args(args_key: str, args: object, source: ModelSource) -> dict:
+def gpt_args(args_key: str, args: object, gelu: str) -> dict:
     """The fields of GPTConfig. Raises ValueError if a field may change what the model computes."""
     fields = fields_of(args)
-    missing = ", ".join(sorted(SIZES - fields.keys()))
+    missing = ", ".join(sorted(SIZES.difference(fields)))
     # A dict may lack fields that have defaults.
     require(isinstance(unwrap(args), dict) or not missing,
             f"its {args_key} is an object of {describe(args)} without the fields {missing}")
-    known = {name: value for name, value in fields.items() if name in KNOWN_FIELDS}
-    for name, value in known.items():
-        require(isinstance(value, str | int | float | None),
-                f"its {args_key} must hold numbers and text, got {name}: {describe(value)}")
+    known = {}
     active = []
-    for name in fields.keys() - known.keys():
+    for name, value in fields.items():
         text = name[:100] if isinstance(name, str) else describe(name)
-        if fields[name] and not HARMLESS_FIELD.fullmatch(text):
+        if name in GPTConfig.__annotations__:
+            require(isinstance(value, str | int | float | None),
+                    f"its {args_key} must hold numbers and text, got {name}: {describe(value)}")
+            known[name] = value
+        elif value and not HARMLESS_FIELD.fullmatch(text):
             active.append(text)
     require(not active,
             f"its {args_key} has fields that a GPT does not have: "
@@ -183,8 +169,7 @@ def gpt_args(args_key: str, args: object, source: ModelSource) -> dict:
             f"fields {', '.join(sorted(known))}")
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has
     # dropout and bias.
-    is_gpt_config = isinstance(args, Note) and args.name.rpartition(".")[2] == "GPTConfig"
-    gelu = source.gelu
+    is_gpt_config = describe(args).endswith(".GPTConfig")
     if known.keys() == SIZES and (is_gpt_config or args_key == "config"):
         gelu = "tanh"
     return {"gelu": gelu} | {name: value for name, value in known.items() if value is not None}

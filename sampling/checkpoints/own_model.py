@@ -7,10 +7,12 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from copy import deepcopy
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import RLock
@@ -21,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from sampling.checkpoints import build
-from sampling.checkpoints.build import MASK_BUFFER
 from sampling.checkpoints.model_source import ARITHMETIC, NANOGPT, read_source
 from sampling.model import GPTConfig
 from sampling.process import import_from, is_out_of_memory
@@ -35,15 +36,13 @@ import_lock = RLock() # sys.path and sys.modules belong to the whole process
 imported: set[str] = set() # the modules of the latest model_file
 
 
+@dataclass
 class OwnModel:
-    """A model of the user's own class GPT, in eval mode. path: of its file, for messages."""
-
-    def __init__(self, path: Path, gpt: nn.Module, needs_single_rows: bool = False):
-        self.path = path
-        self.gpt = gpt
-        self.forward: Callable[..., Any] = gpt # or what torch.compile makes of it
-        # Whether a row's logits depend on the other rows, as with an expert's capacity.
-        self.needs_single_rows = needs_single_rows
+    """A model of the user's own class GPT, in eval mode."""
+    path: Path # of its file, for messages
+    gpt: Any # an nn.Module, or what torch.compile makes of it
+    # Whether a row's logits depend on the other rows, as with an expert's capacity.
+    needs_single_rows: bool = False
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, **targets: Tensor) -> Tensor:
@@ -54,7 +53,7 @@ class OwnModel:
         returns others.
         """
         with running(self.path, "forward"):
-            output = self.forward(ids, **targets)
+            output = self.gpt(ids, **targets)
         if isinstance(output, tuple | list):
             output = output[0]
         logits = getattr(output, "logits", output)
@@ -69,13 +68,14 @@ class OwnModel:
         return logits
 
 
-def load_own_model(path: Path, model_args: dict,
-                   tensors: dict[str, Tensor]) -> tuple[dict[str, Any], bytes]:
+def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
+                   crc: int) -> dict[str, Any]:
     """Import a model.py, and build its GPT from the fields and the tensors of a checkpoint, as
-    nanoGPT does.
+    nanoGPT does. crc: a checksum of both.
 
-    Returns the fields config, state_dict, num_init_draws and own_model of a Checkpoint, and the
-    source of the file and its neighbours. Raises ValueError, which names the file and its line.
+    Returns the fields config, state_dict, crc32, num_init_draws and own_model of a Checkpoint. The
+    checksum is also of the file and its neighbours. Raises ValueError, which names the file and its
+    line.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no model_file {path}")
@@ -91,9 +91,9 @@ def load_own_model(path: Path, model_args: dict,
                 classes = [key for key, value in vars(module).items() if isinstance(value, type)]
                 raise ValueError(f"{path} has no class {needed}, only these classes: "
                                  f"{', '.join(classes) or 'none'}; write '{needed} = ...' in it")
-        names = ", ".join(model_args)
         torch.default_generator.manual_seed(0)
-        with running(path, f"GPTConfig with the fields of the checkpoint ({names})"):
+        with running(path, "GPTConfig with the fields of the checkpoint "
+                           f"({', '.join(model_args)})"):
             config = module.GPTConfig(**model_args)
         with running(path, "GPT"):
             gpt = module.GPT(config)
@@ -112,8 +112,9 @@ def load_own_model(path: Path, model_args: dict,
     source = b"".join(Path(file).read_bytes() for file in files)
     return {"config": GPTConfig(**sizes | {"vocab_size": vocab_size}),
             "state_dict": dict(gpt.named_parameters()),
+            "crc32": f"{zlib.crc32(source, crc):08x}",
             "num_init_draws": num_draws or 0,
-            "own_model": OwnModel(path, gpt, needs_single_rows)}, source
+            "own_model": OwnModel(path, gpt, needs_single_rows)}
 
 
 def announce(path: Path, gpt: nn.Module) -> None:
@@ -123,12 +124,12 @@ def announce(path: Path, gpt: nn.Module) -> None:
         source = read_source(Path(inspect.getfile(type(gpt))))
         if source:
             source.warn_of_generate()
-        if source and not source.differences:
-            advice = (", although it computes what nanoGPT's own does: without model_file, this "
-                      "project's kernels run it much faster")
-        elif source and ARITHMETIC.isdisjoint(source.differences):
-            advice = (f"; if its edits ({', '.join(source.differences):.100}) change no logits, "
-                      f"--model_file={NANOGPT} is much faster")
+            if not source.differences:
+                advice = (", although it computes what nanoGPT's own does: without model_file, "
+                          "this project's kernels run it much faster")
+            elif ARITHMETIC.isdisjoint(source.differences):
+                advice = (f"; if its edits ({', '.join(source.differences):.100}) change no "
+                          f"logits, --model_file={NANOGPT} is much faster")
     logger.info(f"{path} runs itself, the whole window for each token, as in nanoGPT{advice}")
 
 
@@ -142,7 +143,7 @@ def importing(path: Path, name: str) -> Iterator[dict[str, ModuleType]]:
     if no other module has the place. A change of the working directory is undone.
     """
     root = path.parents[name.count(".")]
-    folders = dict.fromkeys(map(str, (root, path.parent, path.parent.parent)))
+    folders = map(str, (root, path.parent, path.parent.parent))
     working_directory = os.getcwd()
     with import_lock:
         for key in imported:
@@ -153,8 +154,9 @@ def importing(path: Path, name: str) -> Iterator[dict[str, ModuleType]]:
         finally:
             os.chdir(working_directory)
         imported.clear()
-        imported.update(modules.keys() - sys.modules.keys())
-        sys.modules.update({key: modules[key] for key in imported})
+        for key, module in modules.items():
+            if sys.modules.setdefault(key, module) is module:
+                imported.add(key)
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -163,15 +165,10 @@ def import_file(path: Path, name: str) -> ModuleType:
     if parent and parent not in sys.modules:
         import_file(path.parent, parent)
     file = path / "__init__.py" if path.is_dir() else path
-    if file.exists():
-        loader = SourceFileLoader(name, str(file))
-        spec = spec_from_file_location(name, str(file), loader=loader)
-    else: # a folder that has no __init__.py
-        loader = None
-        spec = ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations.append(str(path))
+    loader = SourceFileLoader(name, str(file))
+    spec = spec_from_file_location(name, str(file), loader=loader)
     module = sys.modules[name] = module_from_spec(spec)
-    if loader:
+    if file.exists(): # a folder may have no __init__.py
         loader.exec_module(module)
     return module
 
@@ -205,12 +202,11 @@ def running(path: Path, what: str) -> Iterator[None]:
             raise
         where = path
         frames = traceback.extract_tb(error.__traceback__)
-        places = [(frame.filename, frame.lineno) for frame in frames]
-        if isinstance(error, SyntaxError):
-            places.append((error.filename or "", error.lineno))
-        for file, line in places:
-            if Path(file).is_relative_to(path):
-                where = f"{path}, line {line}"
+        if isinstance(error, SyntaxError): # Python has no frame of its line
+            frames.append(traceback.FrameSummary(error.filename or "", error.lineno, ""))
+        for frame in frames:
+            if Path(frame.filename).is_relative_to(path):
+                where = f"{path}, line {frame.lineno}"
         # Unlike str, this never raises.
         reason = " ".join(traceback.format_exception_only(error)[-1].split())
         raise ValueError(f"{where}: {what}: {reason:.300}") from None
@@ -246,11 +242,11 @@ def load_tensors(path: Path, gpt: nn.Module, tensors: dict[str, Tensor]) -> None
     Masks, which older checkpoints hold, may be missing or more than needed.
     """
     own = gpt.state_dict()
-    named = {name: tensor for name, tensor in own.items() if MASK_BUFFER.search(name)}
+    named = {name: tensor for name, tensor in own.items() if build.MASK_BUFFER.search(name)}
     for name, tensor in tensors.items():
         if name not in own:
             name = build.without_wrappers(name)
-        if name in own or not MASK_BUFFER.search(name):
+        if name in own or not build.MASK_BUFFER.search(name):
             named[name] = tensor
     try:
         with running(path, "load_state_dict"):
@@ -286,8 +282,8 @@ def try_model(path: Path, gpt: nn.Module, sizes: dict[str, int]) -> tuple[int, b
         copy = deepcopy(gpt, {id(weight): weight for weight in gpt.parameters()})
     model = OwnModel(path, copy)
     shape = 8, min(8, sizes["block_size"])
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(sizes.get("vocab_size", 1), shape, generator=generator)
+    torch.default_generator.manual_seed(0)
+    ids = torch.randint(sizes.get("vocab_size", 1), shape)
     start = torch.get_rng_state()
     alone = torch.cat([model(row)[:, -1] for row in ids.split(1)])
     if not alone.amax(dim=-1).isfinite().all(): # -inf masks a token

@@ -31,6 +31,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...] # in elements, like offset
     offset: int
+    file: Any = None # the TensorFile that has the record, once that is known
 
     @property
     def nbytes(self) -> int: # when the tensor is contiguous
@@ -86,10 +87,10 @@ def read_pickle(pickled: bytes) -> Any:
                 made = memo[argument]
             case "GLOBAL" | "STACK_GLOBAL":
                 parts = taken or argument.split(" ", 1)
-                name = ".".join(part[:80] for part in parts)
-                made = TORCH_DTYPES.get(name) or notes.setdefault(name[:80], Note(name[:80]))
-            case "PERSID" | "BINPERSID":
-                made = storage(taken[0] if taken else argument)
+                name = ".".join(part[:80] for part in parts)[:80]
+                made = TORCH_DTYPES.get(name) or notes.setdefault(name, Note(name))
+            case "BINPERSID":
+                made = storage(*taken)
             case _:
                 made = execute(opcode.name, argument, taken)
         stack += [made] * len(opcode.stack_after)
@@ -120,31 +121,34 @@ def execute(name: str, argument: Any, taken: list) -> Any:
         case "EMPTY_LIST" | "LIST" | "EMPTY_SET" | "FROZENSET":
             return taken # no model needs a set
         case "EMPTY_DICT" | "DICT":
-            return dict(zip(keys(taken[::2]), taken[1::2], strict=True))
+            return pairs(taken)
         case "APPEND" | "APPENDS" | "ADDITEMS":
             items_of(first, list).extend(rest)
         case "SETITEM" | "SETITEMS":
-            items_of(first, dict).update(zip(keys(rest[::2]), rest[1::2], strict=True))
+            items_of(first, dict).update(pairs(rest))
         case "BUILD":
             first.state = rest[0] # only a Note has a state
         case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
             return call(first, rest[0])
-        case "INST" | "OBJ" | "EXT1" | "EXT2" | "EXT4" | "NEXT_BUFFER" | "READONLY_BUFFER":
+        case ("INST" | "OBJ" | "EXT1" | "EXT2" | "EXT4" | "NEXT_BUFFER" | "READONLY_BUFFER"
+              | "PERSID"): # torch.save writes none of these
             raise ValueError(f"its pickle has the opcode {name}")
     return first # a number or a text, or the value that was changed
 
 
-def keys(values: list) -> list:
-    """Raises ValueError unless all are texts, notes, numbers of at most 8 bytes, or flat tuples of
-    these. Hashing other values may never end, or overflow the stack.
+def pairs(values: list) -> dict:
+    """A dict of keys and values in turn. Raises ValueError unless all keys are texts, notes,
+    numbers of at most 8 bytes, or flat tuples of these. Hashing other values may never end, or
+    overflow the stack.
     """
-    for value in values:
-        parts = value if type(value) is tuple else (value,)
+    keys = values[::2]
+    for key in keys:
+        parts = key if type(key) is tuple else (key,)
         are_small = all(part.bit_length() <= 64 for part in parts if isinstance(part, int))
         are_flat = all(isinstance(part, KEY) for part in parts)
         require(are_small and are_flat and len(parts) <= MAX_PARTS,
                 "its keys must be text, numbers, or tuples of them")
-    return values
+    return dict(zip(keys, values[1::2], strict=True))
 
 
 def items_of(value: Any, kind: type) -> Any:
@@ -180,7 +184,7 @@ def stored_tensor(key: str, dtype: torch.dtype, shape: Any, strides: Any,
     """Raises RejectedFileError unless the last three are whole numbers that a tensor may have."""
     are_tuples = isinstance(shape, tuple) and isinstance(strides, tuple)
     is_shape = (are_tuples and len(shape) == len(strides) <= MAX_PARTS
-                and all(is_size(number) for number in (offset, *shape, *strides))
+                and all(map(is_size, (offset, *shape, *strides)))
                 and is_size(math.prod(shape)))
     require(is_shape, "one of its tensors has an impossible shape")
     return StoredTensor(key, dtype, shape, strides, offset)
@@ -190,21 +194,21 @@ def is_size(number: Any) -> bool:
     return type(number) is int and 0 <= number < 2**63
 
 
-def rebuild_tensor(whole: Any, offset: Any, shape: Any, strides: Any,
-                   requires_grad: Any = None, hooks: Any = None,
-                   dtype: Any = None, metadata: Any = None) -> StoredTensor | Note:
+def rebuild_tensor(whole: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = None,
+                   hooks: Any = None, *rest: Any) -> StoredTensor | Note:
     """Stands in for torch's functions: a view of a record.
 
-    dtype is one if torch had no class for its storages.
+    rest: in version 3 a dtype, for whose storages torch had no class; then metadata.
     """
     if not isinstance(whole, StoredTensor):
         return Note()
-    if not isinstance(dtype, torch.dtype): # version 2 has the metadata in this place
-        metadata = dtype or metadata
-        dtype = whole.dtype
-    if metadata: # such as a bit that negates all values, which the bytes do not show
-        return Note("a tensor whose metadata changes its values, such as a negated one: save its "
-                    "clone()")
+    dtype = whole.dtype
+    for extra in rest:
+        if isinstance(extra, torch.dtype):
+            dtype = extra
+        elif extra: # such as a bit that negates all values, which the bytes do not show
+            return Note("a tensor whose metadata changes its values, such as a negated one: save "
+                        "its clone()")
     return stored_tensor(whole.key, dtype, shape, strides, offset)
 
 
@@ -217,12 +221,12 @@ def encode(text: Any, encoding: Any) -> bytes | Note:
 def numpy_scalar(dtype: Any, data: Any) -> Any:
     """Stands in for numpy's maker of scalars: a number of at most 8 bytes, a text, or a Note."""
     import numpy as np
-    code = dtype.first if isinstance(dtype, Note) else None
-    is_known = isinstance(code, str) and re.fullmatch(r"b1|[iu][1248]|f[248]|[SU]\d{1,2}", code)
-    if not (is_known and isinstance(data, bytes)):
-        return Note()
-    # Only a big-endian machine would write another order.
-    return np.frombuffer(data, f"<{code}", count=1)[0].item()
+    codes = r"b1|[iu][1248]|f[248]|[SU]\d{1,2}"
+    match dtype, data:
+        case Note(first=str(code)), bytes() if re.fullmatch(codes, code):
+            # Only a big-endian machine would write another order.
+            return np.frombuffer(data, f"<{code}", count=1)[0].item()
+    return Note()
 
 
 STORAGES = {
@@ -231,13 +235,13 @@ STORAGES = {
     "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
     "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
 }
-# Dtypes for which torch has no class of storages. None is quantized.
-NEW_DTYPES = (torch.uint16, torch.uint32, torch.uint64,
-              torch.float8_e4m3fn, torch.float8_e5m2)
 TORCH_DTYPES = {
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()},
-    **{str(dtype): dtype for dtype in (*STORAGES.values(), *NEW_DTYPES)},
     "torch.storage.UntypedStorage": torch.uint8,
+    # For the latter, torch has no class of storages. None is quantized.
+    **{str(dtype): dtype for dtype in (
+        *STORAGES.values(),
+        torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)},
 }
 FUNCTIONS = {
     "_codecs.encode": encode,

@@ -4,7 +4,6 @@ A file of torch.save is a zip of one pickle and of records, the bytes of tensors
 tensors are read.
 """
 import json
-import math
 import os
 import re
 import struct
@@ -47,7 +46,7 @@ class TensorFile:
     content: Any # what was saved, with a StoredTensor in place of each tensor
     records: dict[str, Record]
     # The last record, if the last tensor was only a part of it.
-    last_read: dict[tuple, Tensor] = field(default_factory=dict)
+    last_read: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -57,24 +56,22 @@ class TensorFile:
         """Raises ValueError unless the tensor is inside its record, and the record in the file."""
         require(stored.key in self.records, "one of its tensors has no record")
         position, size, _ = self.records[stored.key]
-        itemsize = stored.dtype.itemsize
         last = stored.offset
         for length, stride in zip(stored.shape, stored.strides, strict=True):
             last += (length - 1) * stride
-        fits = size % itemsize == 0 and (0 in stored.shape or last < size // itemsize)
-        require(fits, "one of its tensors reaches beyond its record")
+        require(0 in stored.shape or last < size // stored.dtype.itemsize,
+                "one of its tensors reaches beyond its record")
         if position + size > self.size:
             raise ValueError("it is cut short")
 
     def read(self, stored: StoredTensor) -> Tensor:
         """Read a tensor. Raises ValueError if its record is damaged or cut."""
         self.check(stored)
-        whole = stored.key, stored.dtype
-        record = self.last_read.get(whole)
+        record = self.last_read.get(stored.key)
         if record is None:
-            record = self.read_record(stored.key).view(stored.dtype)
-        self.last_read = {whole: record} if record.nbytes > stored.nbytes else {}
-        return record.as_strided(stored.shape, stored.strides, stored.offset)
+            record = self.read_record(stored.key)
+        self.last_read = {stored.key: record} if record.nbytes > stored.nbytes else {}
+        return record.view(stored.dtype).as_strided(stored.shape, stored.strides, stored.offset)
 
     def read_record(self, key: str) -> Tensor:
         """Read the bytes of a record straight into the memory of a tensor."""
@@ -99,7 +96,6 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
 
     Raises RejectedFileError if it is neither.
     """
-    file.seek(0)
     start = file.read(32)
     reject_lfs_pointer(start)
     if start[8:9] == b"{": # the length of a header in JSON comes before it
@@ -118,34 +114,31 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
 
 def read_zip(file: BinaryIO) -> TensorFile:
     archive = zipfile.ZipFile(file)
-    infos = {info.filename: info for info in archive.infolist()}
-    pickle_names = [name for name in infos if re.fullmatch("[^/]*/data.pkl", name)]
+    names = archive.namelist()
+    pickle_names = [name for name in names if re.fullmatch("[^/]*/data.pkl", name)]
     require(pickle_names, "it is a zip file without a data.pkl, so torch.save has not written it")
     folder = pickle_names[0].removesuffix("data.pkl")
 
+    records = {} # of the tensors by their keys, of others by their names
     # torch.save has an option to leave checksums out. zipfile checks none that is None.
-    has_crcs = any(info.CRC for info in infos.values())
-    for info in infos.values():
+    has_crcs = any(info.CRC for info in archive.infolist())
+    for info in archive.infolist():
         is_encrypted = info.flag_bits & 1
         require(info.compress_type == zipfile.ZIP_STORED and not is_encrypted,
                 "one of its records is compressed or encrypted")
         if not has_crcs:
             info.CRC = None
+        # A header of 30 bytes ends with the lengths of a name and an extra field, which follow.
+        file.seek(info.header_offset + 26)
+        position = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+        key = info.filename.removeprefix(f"{folder}data/")
+        records[key] = Record(position, info.file_size, info.CRC)
 
-    if f"{folder}byteorder" in infos:
+    if f"{folder}byteorder" in names:
         order = archive.open(f"{folder}byteorder").read(9) # it could be long
         require(order == sys.byteorder.encode(),
                 "it was saved on a machine with another byte order")
-    content = read_pickle(archive.read(pickle_names[0]))
-    records = {}
-    for name, info in infos.items():
-        if name.startswith(f"{folder}data/"):
-            # A header of 30 bytes ends with the lengths of a name and an extra field, which follow.
-            file.seek(info.header_offset + 26)
-            position = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
-            key = name.removeprefix(f"{folder}data/")
-            records[key] = Record(position, info.file_size, info.CRC)
-    return TensorFile(file, content, records)
+    return TensorFile(file, read_pickle(archive.read(pickle_names[0])), records)
 
 
 def read_safetensors(file: BinaryIO) -> TensorFile:
@@ -168,7 +161,7 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         tensor = stored_tensor(key, SAFETENSORS_DTYPES[dtype], shape, shape, 0) # checks the shape
-        strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+        strides = torch.empty(shape, device="meta").stride() # of a contiguous tensor
         content[key] = tensor._replace(strides=strides)
         records[key] = Record(8 + header_bytes + begin, end - begin, None)
         require(begin >= 0 and tensor.nbytes == end - begin,

@@ -69,13 +69,17 @@ def reject_damaged(source: object) -> Iterator[None]:
         raise error from None
 
 
+def is_inside(name: object) -> bool:
+    """Whether what a file names is a relative path that does not leave its folder."""
+    return isinstance(name, str) and not Path(name).anchor and ".." not in Path(name).parts
+
+
 # ---- text and JSON
 
-def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict:
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict:
     """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
-    text = read_text(path, max_bytes)
     with reject_damaged(path):
-        content = json.loads(text)
+        content = json.loads(read_text(path, max_bytes))
         require(isinstance(content, dict), f"it must hold an object, got {type(content).__name__}")
     return content
 
