@@ -70,12 +70,10 @@ class OwnModel:
 
 def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
                    crc: int) -> dict[str, Any]:
-    """Import a model.py, and build its GPT from the fields and the tensors of a checkpoint, as
-    nanoGPT does. crc: a checksum of both.
+    """Import a model.py, and build its GPT from the fields and the tensors of a checkpoint.
 
-    Returns the fields config, state_dict, crc32, num_init_draws and own_model of a Checkpoint. The
-    checksum is also of the file and its neighbours. Raises ValueError, which names the file and its
-    line.
+    Returns the fields config, state_dict, crc32 (of crc, the checkpoint's, and of all source),
+    num_init_draws and own_model of a Checkpoint. Raises ValueError with the file and its line.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no model_file {path}")
