@@ -46,9 +46,13 @@ def test_a_cpu_gets_the_kernels_in_float32_and_int8_unless_the_run_is_short(
     assert backend.device == CPU
 
 
-@pytest.mark.parametrize("num_samples, batch_size, expected", [
-    (64, None, 500), (65, None, 1000), (10, 4, 1500), (None, 4, None)])
-def test_the_steps_of_a_run_are_those_of_full_batches(num_samples, batch_size, expected):
+@pytest.mark.parametrize("num_samples, batch_size, num_processes, expected", [
+    (65, None, 1, 1000), (8, 4, 1, 1000), (None, 4, 1, None),
+    (8, 4, 2, None), # all choose the same backend
+])
+def test_the_steps_of_a_run_are_those_of_full_batches(
+        num_samples, batch_size, num_processes, expected, monkeypatch):
+    monkeypatch.setattr(prepare.process, "world_size", lambda: num_processes)
     assert count_steps(num_samples, 500, batch_size) == expected
 
 
