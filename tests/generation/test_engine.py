@@ -130,8 +130,8 @@ def test_a_batch_is_not_too_large(lengths, max_batch_bytes, sizes):
 
 
 @pytest.mark.parametrize("block_size, lengths, num_rows", [
-    (64, [1, 11, 12], 2), # the last one is too long for the first
-    (8, [1, 2, 40], 3), # the model sees 8 tokens of the last one
+    (64, [1, 1, 11, 12], 3), # the last one is too long for the first ones
+    (8, [1, 40], 2), # the model sees 8 tokens of the last one
 ])
 def test_short_and_long_prompts_share_no_steps(block_size, lengths, num_rows):
     backend = NotingBackend(make_gpt(block_size=block_size))
