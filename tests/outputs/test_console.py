@@ -32,7 +32,8 @@ def exit_status(error, **options):
 
 @pytest.mark.parametrize("error, status, message", [
     (FileNotFoundError("two\n  lines"), 2, "error: two lines\n"),
-    (ValueError("a\x1b[2Jb\x9bc\u202ad\u2069"), 2, "error: a\u241b[2Jb\ufffdc\ufffdd\ufffd\n"),
+    (ValueError("a\x1b[2Jb\x80\x9fc\u202a\u202ed\u2066\u2069"), 2,
+     "error: a\u241b[2Jb\ufffd\ufffdc\ufffd\ufffdd\ufffd\ufffd\n"),
     (ValueError("x" * 9999), 2, f"error: {'x' * 1500} ... {'x' * 1500}\n"),
     (KeyboardInterrupt(), 130, ""), # in a notebook
     (MemoryError(), 1, OUT_OF_MEMORY.format("no details available")),
