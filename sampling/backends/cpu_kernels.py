@@ -59,7 +59,7 @@ def exp(x: np.float32) -> np.float32:
 # GELU is max(x, 0) - |x| * exp(P(|x|)), where exp(P(z)) is the share of the normal distribution
 # above z: exactly, or in the tanh form nearly. These are the coefficients of polynomials P, fitted
 # so that GELU is off by at most 1e-7.
-EXACT = (-1.38068236e-06, 2.0289853e-05, -9.57157354e-05, -1.75668094e-04, 5.00201916e-03,
+EXACT = (0, -1.38068236e-06, 2.0289853e-05, -9.57157354e-05, -1.75668094e-04, 5.00201916e-03,
          -3.64616548e-02, -3.18273928e-01, -7.97888463e-01, -6.93147114e-01)
 TANH = (-2.80885487e-06, 1.87247376e-05, 1.02340362e-04, -1.09109089e-03, 1.57972961e-03,
         3.680921e-03, -3.47971156e-02, -3.18540895e-01, -7.97861889e-01, -6.93147532e-01)
@@ -81,15 +81,14 @@ def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: 
     """
     scales = scales[first:last]
     bias = bias[first:last]
+    form = EXACT if gelu == 1 else TANH
     for r in range(len(y)):
         yr = y[r, first:last]
         residual_r = residual[min(r, len(residual) - 1), first:last] # empty if there is none
         for o in range(len(yr)):
             result = yr[o] * scales[o] + bias[o]
-            if gelu == 1:
-                result = gelu_of(result, EXACT)
-            elif gelu == 2:
-                result = gelu_of(result, TANH)
+            if gelu:
+                result = gelu_of(result, form)
             if len(residual_r):
                 result += residual_r[o]
             yr[o] = result
@@ -263,16 +262,17 @@ def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start:
     for t in range(num_tokens):
         last = start + t
         quarter = last // 4 + 1
-        k[last] = new_k[t]
-        v[last] = new_v[t]
-        yt[:] = ZERO
         for d in range(width):
+            k[last, d] = new_k[t, d]
+            v[last, d] = new_v[t, d]
             qt[d] = q[t, d] * scale
+            yt[d] = ZERO
         whole = (last + 1) // 4
         one_row(qt, k, scores, 0, whole, whole)
         one_row(qt, k, scores, 4 * whole, last + 1, 0) # up to three positions are left
         softmax(scores[:last + 1])
-        scores[last + 1:] = ZERO
+        for s in range(last + 1, len(scores)):
+            scores[s] = ZERO
         for s in range(quarter):
             s1 = s + quarter
             s2 = s + 2 * quarter
@@ -287,7 +287,8 @@ def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start:
             p3 = scores[s3]
             for d in range(width):
                 yt[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
-        y[t] = yt
+        for d in range(width):
+            y[t, d] = yt[d]
 
 
 @parallel
