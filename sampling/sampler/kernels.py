@@ -33,9 +33,7 @@ def twist(words: Array) -> None:
     """
     for i in range(227):
         words[i] = words[i + 397] ^ mix(words[i], words[i + 1])
-    for i in range(227, 454):
-        words[i] = words[i - 227] ^ mix(words[i], words[i + 1])
-    for i in range(454, 623):
+    for i in range(227, 623):
         words[i] = words[i - 227] ^ mix(words[i], words[i + 1])
     words[623] = words[396] ^ mix(words[623], words[0])
 
@@ -55,7 +53,7 @@ def draw_row(words: Array, place: int, numbers: Array) -> int:
     words (624,): the generator's block, which the next block replaces when it is used up. place:
     how many of its words are used. Returns the new place.
     """
-    halves = np.empty(2 * len(numbers), np.uint32)
+    halves = numbers.view(np.uint32)
     num_done = 0
     while num_done < len(halves):
         if place == NUM_WORDS:
@@ -67,10 +65,9 @@ def draw_row(words: Array, place: int, numbers: Array) -> int:
             target[i] = temper(source[i])
         place += len(target)
         num_done += len(target)
-    high = halves[::2]
-    low = halves[1::2]
-    for i in range(len(numbers)):
-        numbers[i] = (np.int64(high[i]) << np.int64(32)) | np.int64(low[i])
+    for i in range(len(numbers)): # the first word is the upper half, which lies last in memory
+        number = np.uint64(numbers[i])
+        numbers[i] = (number << np.uint64(32)) | (number >> np.uint64(32))
     return place
 
 
@@ -87,18 +84,51 @@ def draw_noise(words: Array, places: Array, is_drawn: Array, numbers: Array) -> 
 
 
 @inner
+def kth_largest(values: Array, k: int) -> np.float32:
+    """The k-th largest value (quickselect, Hoare, 1961). Reorders the values.
+
+    np.partition would take numba four seconds to compile.
+    """
+    place = len(values) - k # of the result, in ascending order
+    first = 0
+    last = len(values) - 1
+    while first < last:
+        pivot = values[(first + last) // 2]
+        i = first
+        j = last
+        while i <= j:
+            while values[i] < pivot:
+                i += 1
+            while values[j] > pivot:
+                j -= 1
+            if i <= j:
+                values[i], values[j] = values[j], values[i]
+                i += 1
+                j -= 1
+        if place <= j:
+            last = j
+        elif place >= i:
+            first = i
+        else:
+            break
+    return values[place]
+
+
+@inner
 def find_candidates(logits: Array, k: int) -> Array:
     """The ids of the k largest logits (V,), and of all that equal the k-th, in order."""
     # 1) A bound that the k-th largest logit reaches. Each column has its own largest logit, and the
     # k largest of these are k logits, so the k-th largest of all is not below the last of them.
     bound = MINUS_INFINITY
     if k < NUM_COLUMNS < len(logits):
-        tops = np.full(NUM_COLUMNS, bound)
+        tops = np.empty(NUM_COLUMNS, np.float32)
+        for i in range(NUM_COLUMNS):
+            tops[i] = bound
         for start in range(0, len(logits), NUM_COLUMNS):
             row = logits[start:start + NUM_COLUMNS]
             for i in range(len(row)):
                 tops[i] = row[i] if row[i] > tops[i] else tops[i] # max() would not be vectorised
-        bound = np.partition(tops, NUM_COLUMNS - k)[NUM_COLUMNS - k]
+        bound = kth_largest(tops, k)
     # 2) The ids of all logits that reach the bound.
     ids = np.empty(len(logits), np.int32)
     num_found = 0
@@ -113,28 +143,38 @@ def find_candidates(logits: Array, k: int) -> Array:
             if part[i] >= bound:
                 ids[num_found] = start + i
                 num_found += 1
-    ids = ids[:num_found]
     if num_found <= k:
-        return ids
+        return ids[:num_found]
     # 3) Of these, the k largest, with all ties.
-    found = logits[ids]
-    kth = np.partition(found, num_found - k)[num_found - k]
-    return ids[found >= kth]
+    found = np.empty(num_found, np.float32)
+    for i in range(num_found):
+        found[i] = logits[ids[i]]
+    bound = kth_largest(found, k)
+    num_kept = 0
+    for i in range(num_found):
+        if logits[ids[i]] >= bound:
+            ids[num_kept] = ids[i]
+            num_kept += 1
+    return ids[:num_kept]
 
 
 @inner
-def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.float32]:
+def choose_from_row(logits: Array, temperature: np.float32, k: int,
+                    numbers: Array) -> tuple[int, np.float32]:
     """The id with the largest score, and how far this score is ahead of the next one, as the
     difference of their logarithms. A score is probability / -log(1 - u); u is 53 random bits.
     """
-    ids = find_candidates(logits, k)
+    scaled = np.empty(len(logits), np.float32)
+    for i in range(len(logits)):
+        scaled[i] = logits[i] / temperature
+    ids = find_candidates(scaled, k)
     largest = MINUS_INFINITY
     for i in ids:
-        largest = max(largest, logits[i])
+        largest = max(largest, scaled[i])
     best_id = 0
     best = second = np.float32(0)
     for i in ids:
-        probability = np.exp(logits[i] - largest) # times a constant, which changes no order
+        probability = np.exp(scaled[i] - largest) # times a constant, which changes no order
         u = np.float64(numbers[i] & np.int64(2**53 - 1)) * 2.0**-53
         # -log(1 - u) >= u, so a score is at most probability / u. Most scores are too small by this
         # alone, and need no logarithm, which takes longest. 0.999999 allows for rounding.
@@ -158,16 +198,16 @@ def choose(logits: Array, temperature: np.float32, k: int, numbers: Array, ids: 
     Sets ids and leads, (B,) each.
     """
     for r in prange(len(logits)):
-        ids[r], leads[r] = choose_from_row(logits[r] / temperature, k, numbers[r])
+        ids[r], leads[r] = choose_from_row(logits[r], temperature, k, numbers[r])
 
 
-def load() -> None:
-    """Load the kernels, or compile them."""
+def example_calls() -> dict[jit.Kernel, tuple]:
+    """The kernels, with arguments of the types that they get."""
     numbers = np.zeros((1, 1), np.int64)
     words = np.zeros((1, NUM_WORDS), np.uint32)
     logits = np.zeros((1, 1), np.float32)
-    jit.load({draw_noise: (words, numbers[0], np.ones(1, np.bool_), numbers),
-              choose: (logits, logits[0, 0], 1, numbers, numbers[0], logits[0])})
+    return {draw_noise: (words, numbers[0], np.ones(1, np.bool_), numbers),
+            choose: (logits, logits[0, 0], 1, numbers, numbers[0], logits[0])}
 
 
 class KernelStreams(RowStreams):
