@@ -77,7 +77,9 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
         raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave "
                          "it out")
     try:
-        return load_model(name, is_huggingface, options)
+        gpt = load_model(name, is_huggingface, options)
+        gpt.backend.warm_up()
+        return gpt
     except (OSError, ValueError) as error: # a program has arguments, no flags
         message = re.sub("--(out_dir|init_from)", "name", str(error))
         message = re.sub("--(tokenizer|model_file)", r"\1", message)

@@ -4,7 +4,7 @@ A kernel is a function that parallel has compiled.
 """
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,12 +16,16 @@ import numba
 import torch
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import config, njit
+from numba.core import event
+
+from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
 Kernel = Callable[..., Any]
 OPTIONS = dict(nogil=True, error_model="numpy")
 # Multiply-adds: a thread that has fewer takes longer to start than it saves.
 WORK_PER_THREAD = 32_000
+SECONDS_PER_KERNEL = 3 # that a core takes to compile one
 
 # One of numba's threading layers serves one thread at a time. A signal handler, which Python calls
 # between two kernels, may run kernels in the thread that has the lock.
@@ -53,32 +57,67 @@ def parallel(function: FunctionType, variant: str = "", **options: Any) -> Kerne
     return njit(parallel=True, **OPTIONS, **options)(function)
 
 
+class Announcement(event.Listener):
+    """Says, when numba begins to compile, how long these kernels take."""
+    is_made = False
+
+    def __init__(self, kernels: Collection[Kernel]):
+        self.seconds = SECONDS_PER_KERNEL * len(kernels)
+        self.is_saved = all(kernel.stats.cache_path for kernel in kernels)
+
+    def on_start(self, _: event.Event) -> None:
+        if self.is_made: # for a kernel that calls this one
+            return
+        self.is_made = True
+        when = "in the first run only"
+        if not self.is_saved:
+            when = ("in every run, because they can be saved neither in the folder of this program "
+                    "nor in the user's cache: set NUMBA_CACHE_DIR to a folder that can be written")
+        logger.info(f"compiling kernels for this processor, about {self.seconds} seconds, {when}")
+
+    def on_end(self, _: event.Event) -> None:
+        """Nothing is said when they are compiled."""
+
+
 def load(calls: dict[Kernel, tuple]) -> None:
     """Load kernels from numba's cache, or compile and save them, for the types of these arguments,
-    with which they are called. If that fails, as with a damaged file or a full disk, remove the
-    indexes of the cache and try once more.
+    with which they are called.
     """
     with run_lock:
+        missing = {kernel: calls[kernel] for kernel in calls if not kernel.signatures}
+        if not missing:
+            return
         num_threads = torch.get_num_threads()
-        for kernel, arguments in calls.items():
-            if kernel.signatures: # this process has it already
-                continue
-            try:
-                kernel(*arguments)
-            except Exception:
-                for path in Path(kernel.stats.cache_path or "/nowhere").glob("*.nbi"):
-                    path.unlink(missing_ok=True)
-                kernel(*arguments)
-            if sum(kernel.stats.cache_misses.values()):
-                announce()
+        with event.install_listener("numba:compile", Announcement(missing)):
+            for kernel, arguments in missing.items():
+                load_kernel(kernel, arguments)
         # Where both share an OpenMP, torch has as many threads as numba now.
         torch.set_num_threads(num_threads)
 
 
+def load_kernel(kernel: Kernel, arguments: tuple) -> None:
+    """Load a kernel. If numba fails to, as with a damaged file, remove the indexes of its cache and
+    try once more.
+    """
+    folder = kernel.stats.cache_path or ""
+    for is_second_try in False, True:
+        try:
+            return kernel(*arguments)
+        except Exception as error:
+            if kernel.signatures: # it is compiled
+                warn_unsaved(config.CACHE_DIR or folder, first_sentence(error))
+                continue
+            if is_second_try:
+                raise
+            for path in Path(folder).glob("*.nbi"):
+                path.unlink(missing_ok=True)
+
+
 @cache
-def announce() -> None:
-    """Say once that kernels are compiled."""
-    logger.info("compiling kernels for this processor, once, which takes some seconds ...")
+def warn_unsaved(folder: str, reason: str) -> None:
+    """Say once why the kernels cannot be saved."""
+    logger.warning(f"the kernels cannot be saved in {folder} ({reason}), so the next run compiles "
+                   "them again: free some space, or set NUMBA_CACHE_DIR to another folder")
 
 
 def run(kernel: Kernel, work: int, *arguments: Any) -> Any:

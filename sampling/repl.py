@@ -276,6 +276,7 @@ class Session:
     def reload(self) -> None:
         self.gpt = None # the memory must be free before the next model is loaded
         self.gpt = self.load()
+        self.gpt.backend.warm_up()
         new = self.gpt.tokenizer
         old = self.printer and self.printer.tokenizer
         if old and old.fingerprint() != new.fingerprint():

@@ -19,13 +19,25 @@ from sampling.model import GPT, GPTConfig, KVCache
 from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
-# On an AMD Zen 5 with AVX-512, torch's oneDNN multiplies two to four times as fast as its MKL, and
-# on Intel's processors equally fast. torch calls the operator private, and may rename it.
 MIN_ONEDNN_WORK = 2**24 # multiplications; below it, a call costs more than it saves
-has_fast_onednn = (torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-                   and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+
+
+def has_fast_onednn() -> bool:
+    """Whether torch's oneDNN multiplies faster than its MKL.
+
+    On an AMD Zen 5 with AVX-512, it is two to four times as fast; on an Intel Xeon, it takes 1.2
+    times as long. torch calls the operator private, and may rename it. torch 2.10 knows no name of
+    the processor.
+    """
+    has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    is_intels = "Intel" in capabilities.get("cpu_name", "")
+    return has_avx512 and not is_intels and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+uses_onednn = has_fast_onednn()
 # It keeps a plan of about a megabyte for each number of rows, of which a run may have hundreds.
-if has_fast_onednn:
+if uses_onednn:
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
@@ -51,6 +63,9 @@ class Backend:
     # Steps between two copies of tokens to the host, where text streams or may end early.
     min_flush_steps = 1
     cache_itemsize = 4 # bytes of a number in the cache
+
+    def warm_up(self) -> None:
+        """Load or compile what logits and the sampler need, before the first step."""
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache | None:
         """An empty KVCache, or the like, with room for capacity positions in each row; None if each
@@ -120,7 +135,7 @@ class Backend:
 def many_rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear for many rows (..., I), on a CPU; quicker in float32."""
     is_float32 = input.dtype == weight.dtype == torch.float32
-    if has_fast_onednn and is_float32 and input.numel() * len(weight) >= MIN_ONEDNN_WORK:
+    if uses_onednn and is_float32 and input.numel() * len(weight) >= MIN_ONEDNN_WORK:
         return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return F.linear(input, weight, bias)
 
@@ -199,7 +214,7 @@ class OwnBackend(Backend):
         model.gpt.to(device)
         if compile:
             model.gpt = compiled(model.gpt)
-        self.uses_onednn = has_fast_onednn and device.type == "cpu" and not compile
+        self.uses_onednn = uses_onednn and device.type == "cpu" and not compile
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high") # TF32
             torch.backends.cuda.enable_cudnn_sdp(True) # the default, which CUDABackend changes

@@ -19,6 +19,8 @@ from sampling.backends.backend import Backend, many_rows_linear
 from sampling.checkpoints.build import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
 from sampling.process import has_numba
+from sampling.sampler import kernels as sampler_kernels
+from sampling.sampler.row_streams import exponential_is_from_bits
 
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
@@ -107,7 +109,6 @@ class CPUBackend(Backend):
         self.draft: CPUBackend | None = None # the copy, once draft_for has made it
         self.may_make_draft = draft and not int8
         self.draft_lock = RLock() # a signal handler may sample, too
-        load_kernels(self.dtype_name)
         self.lm_head = layer("lm_head")
         # The embedding is a Linear too, of which only the rows are used.
         self.wte = self.lm_head
@@ -120,6 +121,12 @@ class CPUBackend(Backend):
         for i in range(config.n_layer):
             self.blocks.append([layer(f"transformer.h.{i}.{part}") for part in parts])
 
+    def warm_up(self) -> None:
+        calls = example_calls(self.dtype_name)
+        if exponential_is_from_bits():
+            calls |= sampler_kernels.example_calls()
+        jit.load(calls)
+
     def draft_for(self, num_tokens: int) -> "CPUBackend | None":
         """The int8 copy. The first sample that it pays for makes it; all later ones get it too."""
         with self.draft_lock:
@@ -129,6 +136,7 @@ class CPUBackend(Backend):
                 # It may have changed: numba reads a .numba_config.yaml in the working directory.
                 if has_numba(is_required=False):
                     self.draft = CPUBackend(self.config, self.weights, int8=True)
+                    self.draft.warm_up()
                     logger.info("draft: a copy of the model in int8")
         return self.draft
 
@@ -193,12 +201,12 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return np.require(tensor.detach().numpy(), requirements=["C_CONTIGUOUS", "ALIGNED"])
 
 
-def load_kernels(dtype: str) -> None:
-    """Load the kernels for weights of this dtype, or compile them."""
+def example_calls(dtype: str) -> dict[jit.Kernel, tuple]:
+    """The kernels for weights of this dtype, with arguments of the types that they get."""
     x = np.zeros((1, 1), np.float32)
     cache = np.zeros((1, 1, 1, 1), np.float32)
-    jit.load({
+    return {
         kernels.layer_norm: (x, x[0], x[0], 1e-5),
         kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
         kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL),
-    })
+    }

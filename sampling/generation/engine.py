@@ -44,7 +44,6 @@ class Engine:
         row_type = kernel = None
         if backend.has_kernels and exponential_is_from_bits():
             from sampling.sampler import kernels  # numba takes a while
-            kernels.load()
             row_type = kernels.KernelStreams
             kernel = kernels.choose_ids
         self.run_stream = RunStream(params.seed, backend.device, checkpoint.num_init_draws,
@@ -159,6 +158,7 @@ class Engine:
                     row.restart()
 
     def generate_batch(self, rows: list[Detokenizer]) -> Updates:
+        self.backend.warm_up()
         # 1) The first step is the prefill: it reads the prompts.
         with self.backend.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
@@ -169,6 +169,8 @@ class Engine:
             if len(rows) == 1:
                 draft = self.backend.draft_for(num_tokens)
         try:
+            # Nothing is generated yet. A terminal shows the prompt, and the run's clock begins.
+            yield from self.take_pieces()
             while batch.rows:
                 with self.backend.inference():
                     while not batch.is_due(self.flush_steps):

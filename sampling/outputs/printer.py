@@ -160,8 +160,7 @@ class Progress:
         self.noun = "text" if self.max_new_tokens is None else "sample"
         self.unfinished: set[Result] = set() # the engine may append tokens to them
         self.interval = LOG_INTERVAL if self.bar is None else BAR_INTERVAL
-        self.start = time.perf_counter() # the model is loaded
-        self.next_time = self.start + self.interval
+        self.start: float | None = None # when the first sample was begun
 
     def add(self, sample: Result) -> None:
         """Note a sample that the engine will fill, unless it is saved already."""
@@ -177,6 +176,9 @@ class Progress:
             self.num_samples += 1
             self.num_tokens += sample.num_tokens
         now = time.perf_counter()
+        if self.start is None:
+            self.start = now
+            self.next_time = now + self.interval
         is_due = now >= self.next_time
         # A pipe to tee may take a moment to show a finished sample: no bar comes until then.
         if is_due or (sample.finish_reason and self.bar is not None):

@@ -1,5 +1,6 @@
 """CPUBackend computes the logits of GPT.forward, and in int8 those of the rounded weights."""
 import copy
+import resource
 from concurrent.futures import ThreadPoolExecutor
 
 import numba
@@ -64,7 +65,7 @@ def many_rows(request, monkeypatch):
     """Both libraries for products of many rows, whatever the processor is."""
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(backends, "has_fast_onednn", request.param)
+    monkeypatch.setattr(backends, "uses_onednn", request.param)
     monkeypatch.setattr(backends, "MIN_ONEDNN_WORK", 0)
 
 
@@ -221,13 +222,13 @@ def is_compiled(tmp_path, monkeypatch, messages):
     """is_compiled() loads a new kernel, as a new process does. Returns whether it was compiled."""
     def load():
         messages.clear()
-        jit.announce.cache_clear()
+        jit.warn_unsaved.cache_clear()
         kernel = jit.parallel(double)
         x = np.ones(5)
         for _ in range(2): # the second call says nothing
             jit.load({kernel: (x,)})
         assert (x == 2).all()
-        return [line[:17] for line in messages] == ["compiling kernels"]
+        return [line[:17] for line in messages[:1]] == ["compiling kernels"]
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     return load
 
@@ -244,7 +245,48 @@ def test_a_kernel_is_compiled_once_and_again_if_its_files_are_damaged(
     assert not is_compiled()
 
 
-def test_where_nothing_can_be_written_each_process_compiles_a_kernel(is_compiled, monkeypatch):
+def test_a_line_says_that_each_run_compiles_where_no_folder_can_be_written(
+        is_compiled, monkeypatch, messages):
+    assert is_compiled()
+    first, = messages
+    assert first.endswith(", about 3 seconds, in the first run only")
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
     assert is_compiled()
+    line, = messages
+    assert ", in every run, because " in line
+    assert "NUMBA_CACHE_DIR" in line
+
+
+def test_kernels_that_a_full_disk_cannot_keep_are_used_and_the_folder_is_named(
+        is_compiled, tmp_path, messages):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1])) # then writing fails
+    try:
+        assert is_compiled()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    _, warning = messages
+    assert f"cannot be saved in {tmp_path} (" in warning
+    assert "NUMBA_CACHE_DIR" in warning
     assert is_compiled()
+    assert not is_compiled()
+
+
+# ---- products of many rows
+
+@pytest.mark.parametrize("capability, name, expected", [
+    ("AVX512", "AMD EPYC", True),
+    ("AVX512", None, True), # torch 2.10
+    ("AVX512", "Intel Xeon", False), # MKL is faster there
+    ("AVX2", "AMD EPYC", False),
+])
+def test_onednn_multiplies_where_it_is_faster(monkeypatch, capability, name, expected):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    if name:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name},
+                            raising=False)
+    else:
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert backends.has_fast_onednn() == expected

@@ -224,7 +224,7 @@ def test_a_program_loads_a_changed_file_anew_and_two_files_do_not_meet(fork, tmp
 def test_samples_that_share_a_batch_use_the_quicker_product(fork, sample, monkeypatch, head):
     path = fork(HEAD, f"return {head}, None")
     product = Mock(wraps=backend.many_rows_linear)
-    monkeypatch.setattr(backend, "has_fast_onednn", True)
+    monkeypatch.setattr(backend, "uses_onednn", True)
     monkeypatch.setattr(backend, "many_rows_linear", product)
     assert sample(OWN, "--batch_size=1").stdout == fork_text(path)
     assert not product.called, "nanoGPT's own operators"

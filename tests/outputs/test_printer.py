@@ -97,13 +97,13 @@ def test_a_terminal_gets_symbols_instead_of_control_characters(
 
 @pytest.fixture
 def start(monkeypatch):
-    """start(total_samples, bar) -> (a Progress at second 0, update).
+    """start(total_samples, bar) -> (a Progress, whose samples are begun at second 0, update).
 
     It has a saved sample, number 0, and two others. At a second,
     update(second, number, num_tokens, finish_reason) changes one of these.
     """
     def start(total_samples, bar=None):
-        clock = SimpleNamespace(perf_counter=lambda: 0)
+        clock = SimpleNamespace(perf_counter=lambda: -100) # the kernels are compiled
         monkeypatch.setattr(printer, "time", clock)
         progress = Progress(total_samples, max_new_tokens=100, bar=bar)
         samples = [Sample(i, Prompt("a"), [], already_saved=i == 0) for i in range(3)]
@@ -115,6 +115,7 @@ def start(monkeypatch):
             samples[number].tokens = [Token(0, "a")] * num_tokens
             samples[number].finish_reason = finish_reason
             progress.update(samples[number])
+        update(0, 1, 0)
         return progress, update
     return start
 
