@@ -4,6 +4,8 @@ A kernel is a function that parallel has compiled.
 """
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache
@@ -79,10 +81,14 @@ class Announcement(event.Listener):
         """Nothing is said when they are compiled."""
 
 
-def load(calls: dict[Kernel, tuple]) -> None:
+def load(calls: dict[Kernel, tuple], meanwhile: str = "") -> None:
     """Load kernels from numba's cache, or compile and save them, for the types of these arguments,
     with which they are called.
+
+    meanwhile: a statement that a second Python runs while this one compiles, and which loads other
+    kernels: numba compiles in a single thread.
     """
+    second = None
     with run_lock:
         missing = {kernel: calls[kernel] for kernel in calls if not kernel.signatures}
         if not missing:
@@ -91,6 +97,10 @@ def load(calls: dict[Kernel, tuple]) -> None:
         with event.install_listener("numba:compile", Announcement(missing)):
             for kernel, arguments in missing.items():
                 load_kernel(kernel, arguments)
+                if meanwhile and second is None and kernel.stats.cache_misses:
+                    second = start_python(meanwhile)
+        if second is not None:
+            second.wait()
         # Where both share an OpenMP, torch has as many threads as numba now.
         torch.set_num_threads(num_threads)
 
@@ -111,6 +121,13 @@ def load_kernel(kernel: Kernel, arguments: tuple) -> None:
                 raise
             for path in Path(folder).glob("*.nbi"):
                 path.unlink(missing_ok=True)
+
+
+def start_python(statement: str) -> subprocess.Popen:
+    """Run a statement in a new Python, which finds the modules of this one. It prints nothing."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; {statement}"
+    streams = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "-I", "-c", code], **streams)
 
 
 @cache

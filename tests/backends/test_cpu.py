@@ -257,6 +257,14 @@ def test_a_line_says_that_each_run_compiles_where_no_folder_can_be_written(
     assert "NUMBA_CACHE_DIR" in line
 
 
+def test_a_second_python_loads_other_kernels_while_the_first_one_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    statement = f"import project; project.Path({str(tmp_path)!r}, 'ran').touch(exist_ok=False)"
+    for _ in range(2): # the second time, nothing is compiled, and it would fail
+        jit.load({jit.parallel(double): (np.ones(5),)}, meanwhile=statement)
+        assert (tmp_path / "ran").exists()
+
+
 def test_kernels_that_a_full_disk_cannot_keep_are_used_and_the_folder_is_named(
         is_compiled, tmp_path, messages):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
