@@ -61,6 +61,7 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     torch.compile's limits and PYTHONSAFEPATH.
     """
     shorten_spinning() # also for torch's threads, if torch is not imported yet
+    from sampling.backends.prepare import warm_up
     from sampling.checkpoints.finding import huggingface_config
     from sampling.checkpoints.huggingface import is_hub_id
     from sampling.text_generator import load_model
@@ -78,7 +79,7 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
                          "it out")
     try:
         gpt = load_model(name, is_huggingface, options)
-        gpt.backend.warm_up()
+        warm_up(gpt.backend)
         return gpt
     except (OSError, ValueError) as error: # a program has arguments, no flags
         message = re.sub("--(out_dir|init_from)", "name", str(error))

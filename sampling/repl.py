@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import sampling
+from sampling.backends.prepare import warm_up
 from sampling.configurator import find_settings, parse, suggest
 from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
@@ -276,7 +277,7 @@ class Session:
     def reload(self) -> None:
         self.gpt = None # the memory must be free before the next model is loaded
         self.gpt = self.load()
-        self.gpt.backend.warm_up()
+        warm_up(self.gpt.backend)
         new = self.gpt.tokenizer
         old = self.printer and self.printer.tokenizer
         if old and old.fingerprint() != new.fingerprint():

@@ -64,9 +64,6 @@ class Backend:
     min_flush_steps = 1
     cache_itemsize = 4 # bytes of a number in the cache
 
-    def warm_up(self) -> None:
-        """Load or compile what logits and the sampler need, before the first step."""
-
     def new_cache(self, num_rows: int, capacity: int) -> KVCache | None:
         """An empty KVCache, or the like, with room for capacity positions in each row; None if each
         step reads all tokens anew. The caller owns it, and may set its seq_len back, which undoes

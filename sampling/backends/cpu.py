@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling import jit, process
+from sampling import jit
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend, many_rows_linear
 from sampling.checkpoints.build import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
-from sampling.sampler import kernels as sampler_kernels
-from sampling.sampler.row_streams import exponential_is_from_bits
+from sampling.process import has_numba
 
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
@@ -31,8 +30,6 @@ MAX_INT8_KERNEL_ROWS = 512
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 MIN_DRAFT_PARAMS = 50_000_000 # of a model whose steps wait for memory
 MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
-LOAD_SAMPLER = ("from sampling import jit; from sampling.sampler import kernels; "
-                "jit.load(kernels.example_calls())")
 
 
 class Linear:
@@ -122,15 +119,6 @@ class CPUBackend(Backend):
         for i in range(config.n_layer):
             self.blocks.append([layer(f"transformer.h.{i}.{part}") for part in parts])
 
-    def warm_up(self) -> None:
-        calls = example_calls(self.dtype_name)
-        if not exponential_is_from_bits():
-            return jit.load(calls)
-        if process.owns_process and torch.get_num_threads() > 1:
-            jit.load(calls, meanwhile=LOAD_SAMPLER)
-            calls = {}
-        jit.load(calls | sampler_kernels.example_calls())
-
     def draft_for(self, num_tokens: int) -> "CPUBackend | None":
         """The int8 copy. The first sample that it pays for makes it; all later ones get it too."""
         with self.draft_lock:
@@ -138,9 +126,9 @@ class CPUBackend(Backend):
             if self.may_make_draft and is_worth_it:
                 self.may_make_draft = False
                 # It may have changed: numba reads a .numba_config.yaml in the working directory.
-                if process.has_numba(is_required=False):
+                if has_numba(is_required=False):
                     self.draft = CPUBackend(self.config, self.weights, int8=True)
-                    self.draft.warm_up()
+                    jit.load(example_calls("int8"))
                     logger.info("draft: a copy of the model in int8")
         return self.draft
 

@@ -16,6 +16,8 @@ from sampling.params import ModelOptions
 
 logger = logging.getLogger(__name__)
 MIN_KERNEL_STEPS = 50 # loading the kernels takes as long as some steps
+LOAD_SAMPLER = ("from sampling import jit; from sampling.sampler import kernels; "
+                "jit.load(kernels.example_calls())")
 
 
 def choose_device(name: str) -> torch.device:
@@ -116,6 +118,20 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
             backend = EagerBackend(gpt, options.compile)
     backend.num_params = num_params
     return backend
+
+
+def warm_up(backend: Backend) -> None:
+    """Load or compile the kernels of a backend, and those of the sampler, which it uses then."""
+    if not backend.has_kernels:
+        return
+    from sampling import jit
+    from sampling.backends.cpu import example_calls
+    from sampling.sampler import kernels
+    calls = example_calls(backend.dtype_name)
+    if process.owns_process and torch.get_num_threads() > 1:
+        jit.load(calls, meanwhile=LOAD_SAMPLER)
+        calls = {}
+    jit.load(calls | kernels.example_calls())
 
 
 def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | None) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sampling.backends.backend import Backend
+from sampling.backends.prepare import warm_up
 from sampling.checkpoints.build import Checkpoint
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import Detokenizer
@@ -158,7 +159,7 @@ class Engine:
                     row.restart()
 
     def generate_batch(self, rows: list[Detokenizer]) -> Updates:
-        self.backend.warm_up()
+        warm_up(self.backend)
         # 1) The first step is the prefill: it reads the prompts.
         with self.backend.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)

@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from sampling.backends.backend import Backend
+from sampling.backends.prepare import warm_up
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score],
     new = (score for score in scores if not score.already_saved)
     max_windows = batch_size or backend.max_rows
     for batch in batches(windows(new, backend.config.block_size), max_windows):
-        backend.warm_up()
+        warm_up(backend)
         yield batch[0].score, [] # the run's clock begins
         with backend.inference():
             results = score_windows(backend, batch, params.num_logprobs)
