@@ -176,7 +176,9 @@ def require_fit(config: GPTConfig, tensors: StoredTensors) -> None:
                     f"{name} must be a whole number, at least 1 and below 2**31; "
                     f"got {value!r:.100}")
         if kind is float:
-            require(isinstance(value, int | float) and 0 <= value <= 1,
+            # nanoGPT takes dropout=False, but its epsilon is no field.
+            kinds = (int, float, bool) if name == "dropout" else (int, float)
+            require(type(value) in kinds and 0 <= value <= 1,
                     f"{name} must be a number between 0 and 1; got {value!r:.100}")
     require(config.n_embd % config.n_head == 0,
             f"n_head must divide n_embd; got {config.n_head} and {config.n_embd}")
@@ -188,7 +190,8 @@ def require_fit(config: GPTConfig, tensors: StoredTensors) -> None:
             f"it says n_layer={config.n_layer} but holds tensors of {num_layers} layers; at most "
             f"{MAX_LAYERS} may be")
     misfits = describe_misfits(tensors, empty_gpt(config).state_dict())
-    require(not misfits, f"the tensors do not fit the model {misfits}")
+    inner = f"with n_inner={config.n_inner}, the width of its MLP, " if config.n_inner else ""
+    require(not misfits, f"the tensors do not fit the model {inner}{misfits}")
 
 
 def describe_misfits(found: Mapping[str, StoredTensor | Tensor],

@@ -31,7 +31,14 @@ SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
 # Fields of forks that may be on and change nothing when a trained model samples.
 HARMLESS_FIELD = re.compile(
     r"(use_)?flash(_attn|_attention)?|device|dtype|compile|label_smoothing|init_std"
-    r"|initializer_range|gradient_checkpointing|\w*(dropout|pdrop|drop_prob)\w*")
+    r"|initializer_range|\w*checkpointing|\w*(dropout|pdrop|drop_prob)\w*")
+# Names of what nanoGPT's model has: such a field, if it is off, says that a model lacks it. But
+# not if the name is that of an addition, such as qk_norm.
+PART_OF_NANOGPT = re.compile(
+    r"(?i)(?!.*(rms|qk|rope|rotary|alibi|xpos|relative|parallel|post|cross|window|cap|bias$))"
+    r".*(gelu|activ|linearity|caus|mask|regressive|unidirect|decoder|resid|skip|norm|pos|wpe|wte"
+    r"|lm_?head|tying|sharing|share_emb|scal(e|ing)|att|softmax|mlp|ffn|feed_?forward"
+    r"|(?<![a-z])(act|ff|ln|pe|tie|tied)(?![a-z]))")
 
 
 def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
@@ -154,25 +161,27 @@ def gpt_args(args_key: str, args: object, gelu: str) -> dict:
     require(isinstance(unwrap(args), dict) or not missing,
             f"its {args_key} is an object of {describe(args)} without the fields {missing}")
     known = {}
-    active = []
+    foreign = []
     for name, value in fields.items():
         text = name[:100] if isinstance(name, str) else describe(name)
         if name in GPTConfig.__annotations__:
             require(isinstance(value, str | int | float | None),
                     f"its {args_key} must hold numbers and text, got {name}: {describe(value)}")
             known[name] = value
-        elif value and not HARMLESS_FIELD.fullmatch(text):
-            active.append(text)
-    require(not active,
-            f"its {args_key} has fields that a GPT does not have: "
-            f"{', '.join(sorted(active)):.200}; if the model is a GPT all the same, save only the "
+        elif (value or PART_OF_NANOGPT.match(text)) and not HARMLESS_FIELD.fullmatch(text):
+            foreign.append(f"{text}={describe(value)}")
+    require(not foreign,
+            f"its {args_key} has fields that may make it another model than nanoGPT's: "
+            f"{', '.join(sorted(foreign)):.200}; if the model is a GPT all the same, save only the "
             f"fields {', '.join(sorted(known))}")
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has
     # dropout and bias.
     is_gpt_config = describe(args).endswith(".GPTConfig")
     if known.keys() == SIZES and (is_gpt_config or args_key == "config"):
         gelu = "tanh"
-    return {"gelu": gelu} | {name: value for name, value in known.items() if value is not None}
+    # None means the default, but for the activation: then there may be none.
+    given = {name: v for name, v in known.items() if v is not None or name == "gelu"}
+    return {"gelu": gelu} | given
 
 
 def read_number(file: TensorFile, *names: str) -> float | None:

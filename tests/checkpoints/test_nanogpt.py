@@ -256,7 +256,9 @@ WEIGHTS = { # what a file may have instead of these weights
     "float16": each(torch.Tensor.half),
     "bfloat16": each(torch.Tensor.bfloat16),
 }
-OFF = {"rope": False, "n_kv_head": None} # no such part
+# No such part.
+OFF = {"rope": False, "n_kv_head": None, "moe": "", "qk_norm": 0, "parallel_attn": False,
+       "bidirectional": False}
 NO_ARITHMETIC = {"flash": True, "device": torch.device("cuda"), "dtype": torch.float16}
 NUMPY = {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}
 ENTRIES = { # what a file may have instead of these entries, and beside them
@@ -387,15 +389,25 @@ REFUSED_MODELS = [ # model, model_args, a part of the line
      "two of its tensors are called 'transformer.h.x'"),
     (ONE, print, "with fields, got __builtin__.print"),
     (ONE, SIZES | {"rope": True, "norm": "rms", "gelu": "tanh"},
-     "its model_args has fields that a GPT does not have: norm, rope;"),
+     "its model_args has fields that may make it another model than nanoGPT's: norm='rms', "
+     "rope=True;"),
     (ONE, Namespace(n_layer=2, n_embd=4),
      "is an object of argparse.Namespace without the fields block_size, n_head, vocab_size"),
     (ONE, {"n_layer": [1, 2]}, "numbers and text, got n_layer: list"),
     (ONE, {"n_head": 5}, "n_head must divide n_embd; got 5 and 768"),
     (ONE, {"n_layer": True}, "n_layer must be a whole number, at least 1"),
     (ONE, {"dropout": math.nan}, "dropout must be a number between 0 and 1;"),
+    (ONE, {"layer_norm_epsilon": True}, "layer_norm_epsilon must be a number between 0 and 1;"),
     (ONE, {"gelu": "relu"}, "gelu must be 'none' or 'tanh'; got 'relu'"),
+    (ONE, {"gelu": None}, "gelu must be 'none' or 'tanh'; got None"),
+    (make_gpt().state_dict(), SHAPE | {"n_inner": 4},
+     "do not fit the model with n_inner=4, the width of its MLP, ("),
 ]
+for field in [{"use_gelu": False}, {"act_fn": None}, {"is_causal": 0}, {"use_residual": False},
+              {"pre_ln": False}, {"layerNorm": ""}, {"tie_weights": False}, {"pos_emb": None},
+              {"scale_attn": 0}, {"use_mlp": False}]: # nanoGPT has these on
+    text, = (f"{name}={value!r};" for name, value in field.items())
+    REFUSED_MODELS.append((ONE, field, text))
 for model, args, message in REFUSED_MODELS:
     REFUSED.append(({"model": model, "model_args": args}, message))
 
