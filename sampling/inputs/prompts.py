@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from stat import S_ISFIFO
+from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import RESULT_FIELDS, RULES
@@ -21,6 +22,7 @@ from sampling.samples import Prompt, Result, Sample, Score
 logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
 FILE_KINDS = "FILE", *MULTI_KINDS
+MAX_DEPTH = 100 # of lists and objects in a field: the lines of out_file must be read again
 MAX_LENGTH = 2**27 # characters of a prompt: 128 MB of English, hours for any model to score
 
 
@@ -158,4 +160,18 @@ def parse_json_line(line: str, location: str) -> Prompt:
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that "
                          "out_file already has: rename the field in the prompt file")
+    for name, value in fields.items():
+        if is_deeper(value, MAX_DEPTH):
+            raise ValueError(f"{location}: the field {name!r:.100} has lists or objects in each "
+                             f"other, more than {MAX_DEPTH} deep: save it as a text, or leave it "
+                             "out")
     return Prompt(text, fields.pop("id", None), location, other_fields=fields)
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects are nested more than depth times."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    return depth == 0 or any(is_deeper(item, depth - 1) for item in value)

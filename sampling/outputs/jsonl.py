@@ -1,4 +1,5 @@
 """The files of samples: their lines of JSON, and how a later run may continue or replace them."""
+import functools
 import json
 import logging
 import os
@@ -24,11 +25,14 @@ CHECKSUM = "the checkpoint's checksum"
 FIELD_TYPES = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
 SCORE_FIELDS = {"num_tokens": int, "num_bytes": int, "cumulative_logprob": float}
 SAMPLE_FIELDS = {"text": str, "num_tokens": int, "finish_reason": str, "cumulative_logprob": float}
+SAMPLE_TYPES = FIELD_TYPES | SAMPLE_FIELDS
+SCORE_TYPES = FIELD_TYPES | SCORE_FIELDS
 # The values of settings that are None: a field has the same type in the lines of all runs.
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # Some readers take these characters for the end of a line.
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"}
 REMOVE = "remove it and all lines after it, and give the command that wrote them again"
+LARGE = 2**24 # bytes of a file that takes half a second or more to read
 
 # How the files begin that sample.py writes.
 LINE_START = b'{"version": %d, "index": ' % VERSION # a line of this version
@@ -70,12 +74,13 @@ class Run:
 
     def check(self, record: Record, sample: Result, where: str) -> None:
         """Raises ValueError, with the difference, unless this is the sample's own record."""
-        first = self.first_fields(sample)
-        saved = record["settings"] | {CHECKSUM: record["checkpoint"].get("crc32")}
-        for name, value in record.items():
-            if name in first or name not in RESULT_FIELDS:
-                saved[name] = value
-        wanted = {**self.settings, CHECKSUM: self.checkpoint_id["crc32"], **first}
+        check_equal(record["settings"], self.settings, where)
+        saved = {CHECKSUM: record["checkpoint"].get("crc32")}
+        check_equal(saved, {CHECKSUM: self.checkpoint_id["crc32"]}, where)
+        check_index(record["index"], sample.index, where)
+        wanted = self.first_fields(sample)
+        saved = {name: value for name, value in record.items()
+                 if name in wanted or name not in RESULT_FIELDS}
         check_equal(saved, wanted, where)
 
     def first_fields(self, sample: Result) -> Record:
@@ -96,6 +101,7 @@ class LinesFile:
 
     While it is not known that they are of this run (is_ours), the first write replaces them.
     """
+    same_command = "the same command" # that resumes the run; later with the run's seed
 
     def __init__(self, path: str):
         self.path = path
@@ -119,8 +125,8 @@ class LinesFile:
             shutil.copyfile(f"/proc/self/fd/{self.file.fileno()}", self.path)
             self.file = open(self.path, "ab") # noqa: SIM115, as in open_output
         raise ValueError(f"{path} was moved, deleted or replaced while this run wrote to it: its "
-                         f"samples, if any, are in {self.path}; rename that to {path}, and the "
-                         "same command goes on after them")
+                         f"samples, if any, are in {self.path}; rename that to {path}, and "
+                         f"{self.same_command} goes on after them")
 
     def mark_saved(self, samples: Iterator[Result], run: Run, watch: bool) -> Iterator[Result]:
         """Yield the samples. Those in the file are marked as saved.
@@ -128,20 +134,14 @@ class LinesFile:
         watch: the file may also have samples of other models. Raises ValueError, without changing
         the file, if it is from another run.
         """
-        self.checked_size() # the file must be in its place
+        num_bytes = self.checked_size() # the file must be in its place
+        if num_bytes > LARGE:
+            logger.info(f"{self.path}: reading the {num_bytes / 2**20:.0f} MB that are saved")
         num_saved = 0
-        num_logprobs = run.settings.get("logprobs")
-        has_other_logprobs = False
-        end = 0
-        line = b"\n"
-        for where, start, line, record in read_records(self.path):
-            end = start + len(line)
-            has_other_logprobs |= record["settings"].get("logprobs") != num_logprobs
-            if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]:
-                check_equal(record["settings"], run.settings, where)
-                continue
+        for where, record in self.continue_lines(run, watch):
             sample = next(samples, None)
             if sample is None:
+                check_index(record["index"], num_saved, where)
                 raise ValueError(f"{where}, is one sample more than this run generates: give the "
                                  "file another name, or replace it with --overwrite")
             run.check(record, sample, where)
@@ -151,15 +151,6 @@ class LinesFile:
             sample.already_saved = True
             num_saved += 1
             yield sample
-        self.file.truncate(end)
-        self.end = end
-        self.is_ours = True
-        if not line.endswith(b"\n"):
-            self.write(b"\n")
-        if has_other_logprobs:
-            logger.warning(f"{self.path} has lines that were not saved with logprobs={num_logprobs}"
-                           ": they stay as they are, also on a page; --overwrite generates all "
-                           "samples again")
         new = next(samples, None)
         if num_saved:
             saved = plural(num_saved, "text" if "score" in run.settings else "sample")
@@ -173,20 +164,52 @@ class LinesFile:
             yield new
         yield from samples
 
+    def continue_lines(self, run: Run, watch: bool) -> Iterator[tuple[str, Record]]:
+        """Yield the records in the file, with their places. Then the file is ours: the next write
+        continues its lines.
+
+        watch: leave out those of other models.
+        """
+        num_logprobs = run.settings.get("logprobs")
+        has_other_logprobs = False
+        end = 0
+        line = b"\n"
+        for where, start, line, record in read_records(self.path):
+            end = start + len(line)
+            has_other_logprobs |= record["settings"].get("logprobs") != num_logprobs
+            if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]:
+                check_equal(record["settings"], run.settings, where)
+            else:
+                yield where, record
+        self.file.truncate(end)
+        self.end = end
+        self.is_ours = True
+        if not line.endswith(b"\n"):
+            self.write(b"\n")
+        if has_other_logprobs:
+            logger.warning(f"{self.path} has lines that were not saved with logprobs={num_logprobs}"
+                           ": they stay as they are, also on a page; --overwrite generates all "
+                           "samples again")
+
     def write(self, line: bytes) -> None:
         """Raises ValueError if another program has changed the file."""
         if self.checked_size() != self.end and self.is_ours:
             self.is_ours = False # no page is made of what is left
             raise ValueError(f"another program changed {self.path} while this run wrote to it: see "
-                             "whether its lines are whole; the same command goes on after them")
+                             f"whether its lines are whole; {self.same_command} goes on after them")
         with name_write_errors(self.path):
             if not self.is_ours:
                 self.file.truncate(0)
                 self.is_ours = True
+            try:
+                num_written = 0
+                # One call, unless the disk is full: Ctrl-C never leaves half a line.
+                while num_written < len(line):
+                    num_written += os.write(self.file.fileno(), line[num_written:])
+            except OSError:
+                self.file.truncate(self.end) # only whole lines stay
+                raise
             self.end += len(line)
-            # One call, unless the disk is full: Ctrl-C never leaves half a line.
-            while line:
-                line = line[os.write(self.file.fileno(), line):]
 
 
 def check_equal(saved: Record, wanted: Record, where: str) -> None:
@@ -194,12 +217,25 @@ def check_equal(saved: Record, wanted: Record, where: str) -> None:
 
     logprobs changes no text, so saved lines may have other ones.
     """
+    if saved == wanted:
+        return
     for name in wanted | saved:
         found = saved.get(name)
         if found != wanted.get(name) and name != "logprobs":
+            settings = f"--seed={found}" if name == "seed" else "its settings"
             raise ValueError(f"{where}, is from another run: {name} is {found!r:.100} there, and "
                              f"{wanted.get(name)!r:.100} here; give the file another name, run "
-                             "with its settings, or replace it with --overwrite")
+                             f"with {settings}, or replace it with --overwrite")
+
+
+def check_index(found: int, wanted: int, where: str) -> None:
+    """Raises ValueError unless the line at this place has the next sample."""
+    if found > wanted:
+        raise ValueError(f"{where}: the line of sample {wanted} is missing before it: put that "
+                         f"back, or {REMOVE}")
+    if found < wanted:
+        raise ValueError(f"{where}: it is doubled, or moved: sample {found} comes before sample "
+                         f"{wanted}, which should be here; remove the line that is doubled")
 
 
 def run_settings(settings: Settings, device_type: str, dtype_name: str) -> Record:
@@ -259,9 +295,7 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:
         for number, line in enumerate(file, 1):
             if line.strip(): # an editor may add a blank line
                 where = f"{path}, line {number}"
-                record = None
-                with suppress(ValueError, RecursionError):
-                    record = json.loads(line)
+                record = parse_line(line)
                 if record is None and is_truncated(line):
                     logger.info(f"{where} is truncated, so it is left out")
                     return
@@ -277,6 +311,23 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, Record]]:
             start += len(line)
 
 
+def parse_line(line: bytes) -> Record | None:
+    """The record in a line; None if the line is damaged.
+
+    Most lines have the same end, which is parsed once: these records share its dicts.
+    """
+    start, _, end = line.rpartition(b', "checkpoint": ')
+    try:
+        return json.loads(start.decode() + "}") | parse_end(end)
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+@functools.lru_cache(100)
+def parse_end(end: bytes) -> Record:
+    return json.loads(b'{"checkpoint": ' + end)
+
+
 def is_truncated(line: bytes) -> bool:
     if line.endswith(b"\n"):
         return False
@@ -288,8 +339,8 @@ def is_record(value: Any) -> bool:
     """Whether a value has the fields of a line of this version."""
     if not isinstance(value, dict) or value.get("version") != VERSION:
         return False
-    types = FIELD_TYPES | (SCORE_FIELDS if "num_bytes" in value else SAMPLE_FIELDS)
-    return all(type(value.get(name)) is kind for name, kind in types.items())
+    types = SCORE_TYPES if "num_bytes" in value else SAMPLE_TYPES
+    return [type(value.get(name)) for name in types] == [*types.values()]
 
 
 # ---- files

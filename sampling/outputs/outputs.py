@@ -76,7 +76,7 @@ class OutputFiles:
                 self.html_file = None # it is not tried again
                 raise ValueError(f"another run has written {page} since this one began, so it is "
                                  f"not replaced: {lines.path} has the samples; give html_file "
-                                 "another name, and the same command makes their page")
+                                 f"another name, and {lines.same_command} makes their page")
             write_page(page, [lines.path])
             self.page_end = lines.checked_size()
 
@@ -106,8 +106,8 @@ class OutputFiles:
             logger.info("nothing was finished, so nothing new is saved")
             return
         without = " and without --overwrite" if self.overwrite else ""
-        logger.info(f"{self.lines.path} holds {plural(count, 'line')}: the same command with "
-                    f"the same seed{without} goes on after them")
+        logger.info(f"{self.lines.path} holds {plural(count, 'line')}: {self.lines.same_command}"
+                    f"{without} goes on after them")
 
 
 class Outputs:
@@ -124,6 +124,8 @@ class Outputs:
         self.device = gpt.backend.device
         kept = run_settings(settings, self.device.type, gpt.backend.dtype_name)
         self.run = Run(checkpoint_id(gpt), kept)
+        if files.lines and "seed" in kept: # which may have been drawn at random
+            files.lines.same_command = f"the same command with --seed={kept['seed']}"
         if settings["out_file"] == "-": # instead of the samples
             self.printer = LinePrinter(gpt.tokenizer, self.run.line)
         else:

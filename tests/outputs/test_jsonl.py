@@ -121,10 +121,14 @@ def test_a_field_has_one_type_in_the_lines_of_all_runs(run_script, char_checkpoi
 
 @pytest.mark.parametrize("changes, message", [
     ({"settings": {"seed": 2, "stop": []}},
-     ", is from another run: seed is 2 there, and 1 here"),
+     ", is from another run: seed is 2 there, and 1 here; give the file another name, run with "
+     "--seed=2, or replace it with --overwrite"),
     ({"checkpoint": {"crc32": "1"}},
      ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
-    ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
+    ({"checkpoint": {"crc32": "1"}, "the checkpoint's checksum": 1},
+     ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
+    ({"index": 2}, ": the line of sample 1 is missing before it: put that back, or remove it and"),
+    ({"index": 0}, ": it is doubled, or moved: sample 0 comes before sample 1, which should be"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
     ({"text": None}, ": it is damaged, or was edited: remove it"),
     ({"checkpoint": None}, ": it is damaged, or was edited: remove it and all lines after it"),

@@ -1,12 +1,14 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
 import fcntl
+import itertools
 import os
+import re
 import sys
 
 import pytest
 
 from pages import SETTINGS, make_tokens, model_of
-from sampling.outputs import console
+from sampling.outputs import console, jsonl
 from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import OutputFiles, Outputs
 from sampling.params import complete_settings
@@ -115,6 +117,71 @@ def test_other_files_are_refused_and_stay_unchanged(run, files, tmp_path, mine, 
     with pytest.raises(ValueError, match=message):
         run(**changes)
     assert files() == before
+
+
+@pytest.mark.parametrize("order, message", [
+    ([0, 2], "line 2: the line of sample 1 is missing before it: put that back"),
+    ([1, 2], "line 1: the line of sample 0 is missing"),
+    ([0, 1, 1, 2], "line 3: it is doubled, or moved: sample 1 comes before sample 2, which"),
+    ([0, 1, 2, 2], "line 4: it is doubled, or moved: sample 2 comes before sample 3"),
+])
+def test_a_line_that_is_missing_or_doubled_is_named_and_nothing_is_lost(
+        run, files, tmp_path, order, message):
+    run(html_file=None)
+    whole = files()
+    lines = whole["a.jsonl"].splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[i] for i in order))
+    before = files()
+    with pytest.raises(ValueError, match=message):
+        run(html_file=None)
+    assert files() == before
+    number = int(message[5]) - 1
+    if "doubled" in message: # what the message says
+        del order[number]
+    else:
+        order.insert(number, number)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[i] for i in order))
+    run(html_file=None)
+    assert files() == whole
+
+
+def test_a_random_seed_is_named_in_the_command_that_resumes(run, start, files, messages):
+    generate(start(seed="random", html_file=None), 3, num_finished=2)
+    console.end_run(130) # Ctrl-C
+    drawn = re.fullmatch(r"seed: (\d+), .*", messages[0])[1]
+    assert messages[-1].endswith(f": the same command with --seed={drawn} goes on after them")
+    with pytest.raises(ValueError, match=f"run with --seed={drawn}, or"):
+        run(3, seed="random", html_file=None)
+    run(3, seed=int(drawn), html_file=None)
+    assert files()["a.jsonl"].count(b"\n") == 3
+
+
+@pytest.mark.parametrize("num_whole", [0, 1])
+def test_on_a_full_disk_the_disks_error_is_the_last_line_and_only_whole_lines_stay(
+        start, run, tmp_path, monkeypatch, messages, num_whole):
+    write = os.write
+    calls = itertools.count()
+
+    def fill_disk(descriptor, content):
+        call = next(calls)
+        if call > num_whole:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, content[:-9] if call == num_whole else content)
+    monkeypatch.setattr(os, "write", fill_disk)
+    with pytest.raises(SystemExit), console.report_user_errors():
+        generate(start(), 3)
+    assert messages[-1] == f"cannot write '{tmp_path}/a.jsonl': No space left on device"
+    monkeypatch.undo()
+    assert num_whole == 0 or num_shown(tmp_path) == num_whole
+    run()
+    assert num_shown(tmp_path) == 3
+
+
+def test_a_large_file_is_announced_before_it_is_read(run, messages, monkeypatch):
+    run(html_file=None)
+    monkeypatch.setattr(jsonl, "LARGE", 1000)
+    run(html_file=None)
+    assert messages[-2].endswith("a.jsonl: reading the 0 MB that are saved")
 
 
 @pytest.mark.parametrize("num_whole, size, num_kept", [(3, -1, 4), (3, -2, 3), (2, 250, 2)])
@@ -257,8 +324,8 @@ def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(
         console.end_run(130) # Ctrl-C
     *_, nothing, message = messages
     assert nothing == "nothing was finished, so nothing new is saved"
-    assert message.endswith("a.jsonl holds 4 lines: the same command with the same seed and "
-                            "without --overwrite goes on after them")
+    assert message.endswith("a.jsonl holds 4 lines: the same command with --seed=5 and without "
+                            "--overwrite goes on after them")
     run(2, overwrite=True)
     assert files() == whole
 
