@@ -20,6 +20,7 @@ from sampling.checkpoints.untrusted_files import (
 )
 
 logger = logging.getLogger(__name__)
+WEIGHTS = "model.safetensors", "pytorch_model.bin" # each of which may be shards with an index
 # The files of a Hugging Face model's weights, and the index that names its shards.
 WEIGHT_FILE = re.compile(r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)"
                      r"(\.index\.json)?")
@@ -70,10 +71,31 @@ def huggingface_config(folder: Path) -> dict | None:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights of a Hugging Face model, and its config.json."""
-    with suppress(OSError, ValueError): # such as a damaged config.json
-        has_config = bool(huggingface_config(folder))
-        return has_config and any(map(WEIGHT_FILE.fullmatch, os.listdir(folder)))
+    for weights in WEIGHTS:
+        if os.path.isfile(folder / weights) or os.path.isfile(folder / f"{weights}.index.json"):
+            with suppress(OSError, ValueError): # such as a damaged config.json
+                return bool(huggingface_config(folder))
     return False
+
+
+def missing_weights(folder: Path) -> str:
+    """Why a folder with a config.json has no weights, and what to do; '' if nothing shows why."""
+    if not os.path.lexists(folder / "config.json"):
+        return ""
+    files = sorted(folder.glob("*"))
+    for path in files:
+        if path.suffix in (".json", ".safetensors", ".bin") and not os.path.exists(path):
+            return (f"{path} is a link to {os.readlink(path)}, which is not there: repair or "
+                    "replace the link, or download the model again")
+    for cache in folder.parent.parent / "blobs", folder / ".cache/huggingface/download":
+        for path in cache.glob("*.incomplete"):
+            return f"{path} is an incomplete download: download the model again"
+    for path in files:
+        if WEIGHT_FILE.fullmatch(path.name) and not has_weights(folder):
+            index = re.sub(r"-\d+-of-\d+", "", path.name) + ".index.json"
+            return (f"{path} is a shard, but {index}, which names the shards, is missing: copy it "
+                    "there")
+    return ""
 
 
 def huggingface_folder(path: Path) -> Path:
@@ -124,6 +146,8 @@ def advice(path: Path) -> str:
         place = path.parent
     # The folder of a file counts only as a whole Hugging Face model. Its files come next.
     itself = [place] if place == path or has_weights(place) else []
+    if reason := missing_weights(place):
+        return found(place, itself) or reason
     here = [path, *sorted(place.glob("*"))]
     deeper = [*sorted(place.glob("*/*")), *place.glob("*/snapshots/*")]
     near = [place.parent, *place.parent.glob("*"), *Path().glob("*")]
@@ -133,7 +157,9 @@ def advice(path: Path) -> str:
         answer = found(like, places) or describe_other(places)
         if answer:
             return answer
-    return "pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2"
+    # What is called gpt2 here would be taken for the model.
+    gpt2 = "openai-community/gpt2" if os.path.lexists("gpt2") else "gpt2"
+    return f"pass --out_dir=FOLDER_OR_FILE, or --init_from={gpt2} for GPT-2"
 
 
 def found(like: Path, places: Iterable[Path]) -> str:

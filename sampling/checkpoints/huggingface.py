@@ -18,10 +18,12 @@ from sampling.checkpoints.build import (
 from sampling.checkpoints.finding import (
     HUGGINGFACE_NAMES,
     SAVED,
+    WEIGHTS,
     advice,
     has_weights,
     huggingface_config,
     huggingface_folder,
+    missing_weights,
     newest_first,
 )
 from sampling.checkpoints.model_source import require_unedited
@@ -31,7 +33,6 @@ from sampling.model import GPTConfig
 from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
-WEIGHTS = "model.safetensors", "pytorch_model.bin" # each of which may be sharded
 FILES = [WEIGHTS[0], "*.index.json", "*config.json", "*token*.json", "vocab.*", "merges.txt",
          "*.model"]
 # What sampling does not need: other heads, and the attention to an encoder, which a decoder alone
@@ -205,20 +206,24 @@ def download(name: str) -> Path:
             shard_of = read_index(folder, WEIGHTS[0]) or read_index(folder, WEIGHTS[1])
             patterns = [*shard_of.values()] or WEIGHTS[1:]
             snapshot_download(name, allow_patterns=patterns) # to the same folder
-        require(has_weights(folder), f"the cache lacks {WEIGHTS[0]} and {WEIGHTS[1]}")
-        return folder
+        if has_weights(folder):
+            return folder
+        reason = missing_weights(folder) or f"the cache lacks {WEIGHTS[0]} and {WEIGHTS[1]}"
     except (OSError, ValueError) as error: # all errors of the hub are of these types
-        model = name.removeprefix("openai-community/")
-        if re.fullmatch("gpt2(-medium|-large|-xl)?", model): # the tokenizer may not be there
-            for other_name in model, f"openai-community/{model}":
-                config = try_to_load_from_cache(other_name, "config.json")
-                if isinstance(config, str) and has_weights(Path(config).parent):
-                    return Path(config).parent
-        raise ValueError(
-            f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub "
-            f"({first_sentence(error)}); a private model needs HF_TOKEN; where the hub cannot be "
-            f"reached, run 'hf download {name:.100} --local-dir DIR' elsewhere, and give a copy of "
-            "DIR") from None
+        reason = first_sentence(error)
+    model = name.removeprefix("openai-community/")
+    if re.fullmatch("gpt2(-medium|-large|-xl)?", model): # the tokenizer may not be there
+        for other_name in model, f"openai-community/{model}":
+            config = try_to_load_from_cache(other_name, "config.json")
+            if isinstance(config, str):
+                folder = Path(config).parent
+                if has_weights(folder):
+                    return folder
+                reason = missing_weights(folder) or reason
+    raise ValueError(
+        f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub ({reason}); "
+        "a private model needs HF_TOKEN; without the hub (HF_HUB_OFFLINE=1 leaves it out), run "
+        f"'hf download {name:.100} --local-dir DIR' elsewhere, and give a copy of DIR")
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -234,8 +239,9 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
             paths = sorted({*places.values()})
             missing = ", ".join(path.name for path in paths if not path.is_file())
             if missing:
+                reason = missing_weights(folder) or "copy that there"
                 raise ValueError(f"{folder} lacks {missing!r:.300}, which {weights}.index.json "
-                                 "names")
+                                 f"names; {reason}")
             return paths, places
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor an index "
                      f"of the shards of either; {advice(folder)}")

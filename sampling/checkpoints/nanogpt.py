@@ -6,6 +6,7 @@ import math
 import os
 import re
 from pathlib import Path
+from shlex import quote
 from typing import BinaryIO
 
 import torch
@@ -142,7 +143,7 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
         lacking = f"{', '.join(sorted(missing))} in model_args or config"
     folder = Path(file.file.name).parent
     require(not (lacking and finding.has_weights(folder)),
-            f"it belongs to a Hugging Face model; pass --init_from={folder}")
+            f"it belongs to a Hugging Face model; pass --init_from={quote(str(folder))}")
     found = ", ".join(map(describe, list(entries)[:5])) or describe(file.content)
     require(not lacking,
             f"it is not a checkpoint of nanoGPT or build-nanogpt: it lacks {lacking}, and holds "

@@ -89,7 +89,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """
     with reject_damaged(path):
         # A device or a pipe may never end.
-        require(path.is_file(), "it is missing, or not a regular file")
+        require(path.is_file(), "it is missing, a link to what is missing, or no regular file")
         require(path.stat().st_size <= max_bytes, f"it has more than {max_bytes} bytes")
         text = path.read_text("utf-8")
         reject_lfs_pointer(text[:100].encode())

@@ -18,6 +18,7 @@ from models import cached_snapshot, make_gpt, make_transformers_gpt2, save_check
 from project import SCRIPT
 from sampling.checkpoints.finding import HUGGINGFACE_NAMES
 from sampling.checkpoints.huggingface import load_huggingface
+from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.model import GPT
 from script_process import run_python
 
@@ -205,11 +206,6 @@ def lose_shard(folder):
     shard.symlink_to("nowhere")
 
 
-def lose_index(folder):
-    shards(folder)
-    (folder / INDEX).unlink()
-
-
 def leave_folder(folder):
     (folder / WEIGHTS).unlink()
     edit(folder / INDEX, weight_map={"wte.weight": "../other.safetensors"})
@@ -223,7 +219,6 @@ def leave_folder(folder):
     (editing(CONFIG, drop=["n_layer"]), "n_layer=12 but holds tensors of 2"),
     (editing(CONFIG, tie_word_embeddings=False), "lm_head.weight: nothing instead of"),
     (lose_shard, "lacks 'part-1.safetensors', which"),
-    (lose_index, "nor an index of the shards"),
     (leave_folder, "its weight_map must give the names of files in its folder"),
     (resaving(lambda tensors: tensors | {"transformer.h.0.scale": torch.ones(1)}), "h.0.scale: "),
 ])
@@ -232,6 +227,42 @@ def test_what_is_missing_or_would_change_the_text_is_named(change, message, tmp_
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_huggingface(str(tmp_path))
+
+
+def link_to_nothing(folder):
+    (folder / WEIGHTS).rename(folder / "moved")
+    (folder / WEIGHTS).symlink_to("blob")
+    return folder / "moved", folder / "blob"
+
+
+def leave_incomplete_download(folder):
+    (folder / ".cache/huggingface/download").mkdir(parents=True)
+    part = folder / ".cache/huggingface/download/a.incomplete"
+    (folder / WEIGHTS).rename(part)
+    return part, folder / WEIGHTS
+
+
+def lose_index(folder):
+    shards(folder)
+    (folder / INDEX).rename(folder / "moved")
+    return folder / "moved", folder / INDEX
+
+
+@pytest.mark.parametrize("change, message", [
+    (link_to_nothing, f"/{WEIGHTS} is a link to blob, which is not there: repair or replace"),
+    (leave_incomplete_download, "/a.incomplete is an incomplete download: download the"),
+    (lose_index, f"-00001-of-00002.safetensors is a shard, but {INDEX}, which .* copy it there"),
+])
+def test_why_weights_are_missing_is_said_and_the_remedy_works(change, message, tmp_path):
+    model = make_transformers_gpt2(vocab_size=300)
+    model.save_pretrained(tmp_path)
+    missing, place = change(tmp_path)
+    for load in load_huggingface, load_nanogpt:
+        with pytest.raises((OSError, ValueError), match=message) as error:
+            load(str(tmp_path))
+        assert "pass --" not in str(error.value)
+    missing.rename(place)
+    assert same_as_transformers(tmp_path, model)
 
 
 # ---- downloads
@@ -282,7 +313,8 @@ def write_json(path, content):
     path.write_text(json.dumps(content))
 
 
-def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, tmp_path):
+def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(
+        hub, tmp_path, monkeypatch):
     folder = tmp_path / "someone/tiny/resolve" / COMMIT
     size = save_tokenizer("byte-level", folder)
     make_transformers_gpt2(vocab_size=size).save_pretrained(folder)
@@ -300,6 +332,13 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, tmp
     assert {"tokenizer.json", "part-2.safetensors"} <= {*hub.asked_for}
     # The index does not name this one.
     assert "model-00001-of-00002.safetensors" not in hub.asked_for
+    lost, = (tmp_path / "cache").rglob("part-2.safetensors")
+    lost.resolve().unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache/hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"incomplete: .*part-2\.safetensors"):
+        load_huggingface("someone/tiny")
+    assert run_online(*run, **hub.env).stdout == first.stdout # this downloads it again
     hub.asked_for.clear()
     offline = run_online(*run, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert offline.stdout == first.stdout, offline.stderr
@@ -310,6 +349,9 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, tmp
     ("gpt2", "openai-community--gpt2", [CONFIG, WEIGHTS], None),
     ("openai-community/gpt2-xl", "gpt2-xl", [CONFIG, WEIGHTS], None),
     ("gpt2", "gpt2", [CONFIG], r"\(the cache lacks model\.safetensors and pytorch_model\.bin\)"),
+    ("gpt2", "gpt2", [CONFIG, "lost.bin"], r"lost\.bin is a link to .*, which is not .* again"),
+    ("gpt2", "openai-community--gpt2", [CONFIG, "lost.bin"], r"lost\.bin is a link to"),
+    ("gpt2-xl", "gpt2-xl", [CONFIG, "../../blobs/1f.incomplete"], "1f.incomplete is an incomplete"),
     ("gpt2", "someone--gpt2", [CONFIG, WEIGHTS], "Cannot find"),
 ])
 def test_what_another_program_left_in_the_cache_is_used(
@@ -317,6 +359,7 @@ def test_what_another_program_left_in_the_cache_is_used(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     snapshot = cached_snapshot(tmp_path, cached)
+    (snapshot.parent.parent / "blobs").mkdir()
     for file in files:
         (snapshot / file).symlink_to(gpt2_folder / file)
     if error:

@@ -70,7 +70,9 @@ RUNS = ("r/checkpoint-1000/config.json r/checkpoint-1000/model.safetensors "
         "r/checkpoint-500/config.json r/checkpoint-500/pytorch_model.bin "
         "r/checkpoint-2000/config.json r/training_args.bin")
 HUB = "models--a--b/snapshots/1f"
-HUB_FILES = f"{HUB}/config.json {HUB}/model-00001-of-00001.safetensors"
+HUB_FILES = f"{HUB}/config.json {HUB}/model.safetensors.index.json"
+SHARDS = "x/config.json x/model-00001-of-00002.safetensors"
+NO_INDEX = f"{SHARDS.split()[1]} is a shard, but model.safetensors.index.json, which"
 ADVICE = [ # what is there, older files first; the setting; a part of the line
     ("", "out_dir=out",
      "there is no checkpoint at out/ckpt.pt; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2"),
@@ -83,6 +85,12 @@ ADVICE = [ # what is there, older files first; the setting; a part of the line
      "found o/best.bin, o/best.ckpt; pass"),
     ("o/1.pt o/2.pt o/3.pt o/4.pt o/5.pt o/6.pt", "out_dir=o",
      "found o/6.pt, o/5.pt, o/4.pt, o/3.pt, o/2.pt, ...;"),
+    ("gpt2/x", "init_from=gpt2", "or --init_from=openai-community/gpt2 for GPT-2; for the hub's"),
+    ("gpt2", "out_dir=out", "or --init_from=openai-community/gpt2 for GPT-2"),
+    (SHARDS, "init_from=x", NO_INDEX),
+    (SHARDS, f"init_from={SHARDS.split()[1]}", NO_INDEX),
+    (SHARDS, "out_dir=x", NO_INDEX),
+    (f"{SHARDS} x/model.safetensors>/gone", "out_dir=x", "x/model.safetensors is a link to /gone"),
     ("gpt2>/gone", "init_from=gpt2", "gpt2 is a link to /gone, which is not there"),
     ("out/ckpt.pt/x", "out_dir=out",
      "there is no checkpoint at out/ckpt.pt, which is a folder; pass"),
@@ -132,10 +140,12 @@ def test_the_line_says_what_is_there_and_a_flag_that_does_not_lead_back(
     make_files(files)
     error = error_for(setting)
     assert line in error
-    for flag in re.findall(r"found [^;]*; pass --([^ ,;]+)", error):
+    for flag in re.findall(r"(?:; pass|or) --(\w+=[^ ,;]+)", error):
+        if "FOLDER_OR_FILE" in flag:
+            continue
         next_error = error_for(shlex.split(flag)[0])
         assert "there is no" not in next_error
-        assert " is no " not in next_error
+        assert " is no Hugging" not in next_error
 
 
 @pytest.mark.parametrize("load", [load_nanogpt, load_huggingface, sampling.load])

@@ -1,5 +1,6 @@
 """load_tokenizer finds the tokenizer of a checkpoint, or uses the one that the user names."""
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -261,7 +262,8 @@ def test_hugging_faces_cache_has_the_same_encoding_and_is_before_downloads(
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_each_failure_is_said_once_and_the_error_says_what_to_get(leave_hub_cache, messages):
+def test_each_failure_is_said_once_and_the_error_says_what_to_get(
+        here, leave_hub_cache, tiktoken_cache, messages, monkeypatch):
     leave_hub_cache("gpt2", "{}")
     with pytest.raises(ValueError, match="set TIKTOKEN_CACHE_DIR to that folder") as error:
         load_encoding("gpt2")
@@ -275,6 +277,9 @@ def test_each_failure_is_said_once_and_the_error_says_what_to_get(leave_hub_cach
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
         assert url in str(error.value)
         assert cached_name in str(error.value)
+        shutil.copy(tiktoken_cache / cached_name, here) # as the message says
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(here))
+    assert load_encoding("gpt2").encode("Hello") == [15496]
 
 
 def test_a_damaged_file_of_tiktokens_cache_is_named_and_the_hubs_copy_used(
