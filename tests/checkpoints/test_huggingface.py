@@ -248,7 +248,13 @@ def lose_index(folder):
     return folder / "moved", folder / INDEX
 
 
+def lose_config(folder):
+    (folder / CONFIG).rename(folder / "moved")
+    return folder / "moved", folder / CONFIG
+
+
 @pytest.mark.parametrize("change, message", [
+    (lose_config, f"/{WEIGHTS} lacks its config.json: copy that beside it, and pass --init_from="),
     (link_to_nothing, f"/{WEIGHTS} is a link to blob, which is not there: repair or replace"),
     (leave_incomplete_download, "/a.incomplete is an incomplete download: download the"),
     (lose_index, f"-00001-of-00002.safetensors is a shard, but {INDEX}, which .* copy it there"),
@@ -260,7 +266,7 @@ def test_why_weights_are_missing_is_said_and_the_remedy_works(change, message, t
     for load in load_huggingface, load_nanogpt:
         with pytest.raises((OSError, ValueError), match=message) as error:
             load(str(tmp_path))
-        assert "pass --" not in str(error.value)
+        assert f"; pass --init_from={tmp_path}" not in str(error.value)
     missing.rename(place)
     assert same_as_transformers(tmp_path, model)
 

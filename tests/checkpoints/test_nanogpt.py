@@ -158,6 +158,7 @@ def test_a_file_of_a_hugging_face_model_means_its_folder(load, name, tmp_path, g
     if name == "pytorch_model.bin": # otherwise, the folder's weights would be others
         with pytest.raises((OSError, ValueError), match=f"pass (name|--init_from)={tmp_path}"):
             load(path)
+        assert load_huggingface(str(tmp_path)).folder == tmp_path # what the error says
         (tmp_path / "model.safetensors").unlink()
     loaded = load(path)
     assert getattr(loaded, "checkpoint", loaded).folder == tmp_path
