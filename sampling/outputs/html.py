@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
-from sampling.outputs.jsonl import PAGE, SCORE_FIELDS, Record, read_records
+from sampling.outputs.jsonl import SCORE_FIELDS, Record, read_records
+from sampling.outputs.lines_file import PAGE
 from sampling.outputs.printer import summary
 from sampling.params import NUM_ALTERNATIVES
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from sampling.inputs.prompts import parse_start
 from sampling.outputs.console import before_exit, plural, start_progress_bar
 from sampling.outputs.html import write_page
-from sampling.outputs.jsonl import PAGE, LinesFile, Record, Run, open_output, rounded, run_settings
+from sampling.outputs.jsonl import Record, Run, rounded, run_settings
+from sampling.outputs.lines_file import PAGE, LinesFile, open_output
 from sampling.outputs.printer import RULE, LinePrinter, Printer, Progress
 from sampling.params import Settings, is_same_file
 from sampling.process import END_SIGNALS, peak_memory

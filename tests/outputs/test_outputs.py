@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from pages import SETTINGS, make_tokens, model_of
-from sampling.outputs import console, jsonl
-from sampling.outputs.jsonl import open_output
+from sampling.outputs import console, lines_file
+from sampling.outputs.lines_file import open_output
 from sampling.outputs.outputs import OutputFiles, Outputs
 from sampling.params import complete_settings
 from sampling.samples import Piece, Prompt, Sample
@@ -179,7 +179,7 @@ def test_on_a_full_disk_the_disks_error_is_the_last_line_and_only_whole_lines_st
 
 def test_a_large_file_is_announced_before_it_is_read(run, messages, monkeypatch):
     run(html_file=None)
-    monkeypatch.setattr(jsonl, "LARGE", 1000)
+    monkeypatch.setattr(lines_file, "LARGE", 1000)
     run(html_file=None)
     assert messages[-2].endswith("a.jsonl: reading the 0 MB that are saved")
 
