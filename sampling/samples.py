@@ -45,17 +45,16 @@ class Sample:
     already_saved: bool = False # out_file has it, so it is not generated, shown or saved again
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None # "length" or "stop"
+    # The continuation, without the stop text and the text after it. It is a property, so that it
+    # follows the tokens, and a field, so that dataclasses.asdict and tables of pandas have it.
+    text: str = field(init=False, default=property(
+        lambda sample: "".join(token.text for token in sample.tokens)))
 
     def __repr__(self) -> str:
         return (f"Sample(index={self.index}, prompt={self.prompt.text!r:.60}, "
                 f"text={self.text!r:.60}, num_tokens={self.num_tokens}, "
                 f"finish_reason={self.finish_reason!r}, "
                 f"cumulative_logprob={self.cumulative_logprob})")
-
-    @property
-    def text(self) -> str:
-        """The continuation, without the stop text and the text after it."""
-        return "".join(token.text for token in self.tokens)
 
     @property
     def token_ids(self) -> list[int]:

@@ -120,6 +120,15 @@ def test_a_random_seed_is_a_new_number_when_params_are_created_or_replaced(messa
                            "same samples again")
 
 
+def test_a_sample_as_a_dict_and_so_in_a_table_of_pandas_has_the_text_of_the_moment():
+    sample = Sample(0, Prompt("a"), [0])
+    assert asdict(sample)["text"] == ""
+    sample.tokens += [Token(1, "b"), Token(2, "c")]
+    assert asdict(sample)["text"] == asdict(replace(sample))["text"] == "bc"
+    sample.tokens = [] # a batch ran out of memory
+    assert asdict(sample)["text"] == ""
+
+
 def test_the_repr_of_a_sample_is_short_and_has_its_text():
     sample = Sample(3, Prompt("Once " * 99), [1] * 99)
     sample.tokens = [Token(0, "ab", -0.5)] * 500
