@@ -24,6 +24,8 @@ if TYPE_CHECKING: # it takes a second
     import torch
 
 logger = logging.getLogger(__name__)
+# What numba, its compiler, its threads and the kernels take of the addresses of a process.
+NUMBA_BYTES = 400 * 2**20
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(
@@ -218,6 +220,10 @@ def has_numba(is_required: bool) -> bool:
     if os.path.isfile(".numba_config.yaml"):
         reason = "which would apply the .numba_config.yaml of this folder"
         remedy = "remove that file, or start in another folder"
+    elif "numba" not in sys.modules and free_addresses() < NUMBA_BYTES:
+        # It could fail half-way, and keep the memory.
+        reason = f"which takes {NUMBA_BYTES >> 20} MB, and less is left below the limit of memory"
+        remedy = "raise the limit, which ulimit -v shows in KiB"
     else:
         reason = numba_failure()
     if not reason:
@@ -227,6 +233,17 @@ def has_numba(is_required: bool) -> bool:
         raise ValueError(message)
     logger.warning(f"{message}; continuing without the kernels, which is slower")
     return False
+
+
+def free_addresses() -> float:
+    """How many bytes this process may still map, below a limit such as that of ulimit -v."""
+    with suppress(ImportError, OSError): # not Linux
+        import resource
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        if limit != resource.RLIM_INFINITY:
+            return limit - num_pages * resource.getpagesize()
+    return math.inf
 
 
 def numba_failure() -> str:

@@ -1,6 +1,7 @@
 """prepare_backend chooses the backend for a checkpoint."""
 import os
 import re
+import resource
 import sys
 from unittest.mock import MagicMock
 
@@ -75,6 +76,17 @@ def test_without_numba_int8_is_an_error(monkeypatch):
     message = r"^the compiled kernels .* dtype=int8, need numba \(ModuleNotFoundError: "
     with pytest.raises(ValueError, match=message):
         choose_dtype(CPU, "int8")
+
+
+def test_too_small_a_limit_of_memory_is_named_before_numba_takes_any(monkeypatch, messages):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**60))
+    assert prepare.process.has_numba(is_required=False), "it has its memory already"
+    monkeypatch.delitem(sys.modules, "numba")
+    assert not prepare.process.has_numba(is_required=False)
+    assert messages == [
+        "the compiled kernels for CPUs, and dtype=int8, need numba (which takes 400 MB, and less "
+        "is left below the limit of memory): raise the limit, which ulimit -v shows in KiB; "
+        "continuing without the kernels, which is slower"]
 
 
 LOADS = """
