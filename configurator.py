@@ -138,8 +138,11 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
 
 
 def docstring_of(scope: Mapping[str, Any]) -> str:
-    """The docstring of a script, which a command that pip installed calls by its own name."""
-    doc = scope.get("__doc__") or ""
+    """The docstring of a script, which a command that pip installed calls by its own name.
+
+    It is that of the source: python -OO removes others.
+    """
+    doc = ast.get_docstring(ast.parse(Path(scope["__file__"]).read_text(encoding="utf-8"))) or ""
     if scope.get("__name__") == "__main__":
         return doc
     script = os.path.basename(scope["__file__"])

@@ -230,8 +230,7 @@ def command() -> None:
     usage = ("give one or more files of samples, and the page: samples.jsonl [more.jsonl ...] "
              "page.html")
     if {"-h", "--help"} & {*sys.argv[1:]}:
-        summary_line = __doc__.partition("\n\n")[0].replace("\n", " ")
-        print(f"{summary_line}\n{usage}")
+        print(f"Makes a page of the samples of one or more runs: {usage}")
         return
     *paths, page = sys.argv[1:] or [""]
     if not (paths and page.endswith(".html")): # the page may have been forgotten

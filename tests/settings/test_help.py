@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-import sample
 from project import SCRIPT
 from sampling.configurator import Setting, find_settings, help_text, override, parse, to_argument
 
@@ -51,8 +50,8 @@ def test_each_setting_of_the_script_has_a_comment_and_a_group():
 def test_help_and_version_name_the_program_as_the_user_called_it(
         name, program, shown, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"/bin/{program}"])
-    scope = {"__file__": str(SCRIPT), "__doc__": sample.__doc__, "__name__": name,
-             "__version__": "1.2.3"}
+    # As with python -OO, the script has no __doc__.
+    scope = {"__file__": str(SCRIPT), "__name__": name, "__version__": "1.2.3"}
     for argument in "--help", "--version":
         with pytest.raises(SystemExit):
             override(scope, ["--nonsense", argument])
