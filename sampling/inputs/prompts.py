@@ -15,7 +15,7 @@ from stat import S_ISFIFO
 from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import RESULT_FIELDS, RULES
+from sampling.params import ALIASES, RESULT_FIELDS, RULES, SAMPLING_SETTINGS
 from sampling.process import expand_home, system_interrupts
 from sampling.samples import Prompt, Result, Sample, Score
 
@@ -104,6 +104,7 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     location = source
     number = 0
     is_empty = True
+    has_alias = False
     try:
         with open(0 if path == "-" else path, encoding=encoding, closefd=path != "-") as file:
             read = file.read if kind == "FILE" else file.readline
@@ -118,10 +119,11 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
                 if not text or (kind == "JSONL" and text.isspace()):
                     continue
                 is_empty = False
+                prompt = Prompt(text, location=location)
                 if kind == "JSONL":
-                    yield parse_json_line(text, location)
-                else:
-                    yield Prompt(text, location=location)
+                    prompt = parse_json_line(text, location)
+                    has_alias = has_alias or warn_about_alias(prompt)
+                yield prompt
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
         raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): "
@@ -147,8 +149,6 @@ def parse_json_line(line: str, location: str) -> Prompt:
     reason = ""
     try:
         fields = json.loads(line)
-        # out_file gets these fields, and JSON has no NaN or infinity.
-        json.dumps(fields, allow_nan=False)
         if isinstance(fields, dict):
             text = fields.pop("prompt", None)
     except (ValueError, RecursionError) as error:
@@ -165,6 +165,11 @@ def parse_json_line(line: str, location: str) -> Prompt:
             raise ValueError(f"{location}: the field {name!r:.100} has lists or objects in each "
                              f"other, more than {MAX_DEPTH} deep: save it as a text, or leave it "
                              "out")
+    try: # as out_file will get them
+        json.dumps(fields, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{location}: its fields cannot be saved ({error}): write NaN, infinity "
+                         "and numbers beyond 1.7e308 as texts") from None
     return Prompt(text, fields.pop("id", None), location, other_fields=fields)
 
 
@@ -175,3 +180,14 @@ def is_deeper(value: Any, depth: int) -> bool:
     elif not isinstance(value, list):
         return False
     return depth == 0 or any(is_deeper(item, depth - 1) for item in value)
+
+
+def warn_about_alias(prompt: Prompt) -> bool:
+    """Whether a field has the name of a setting in other programs, which a warning then says."""
+    for name in prompt.other_fields:
+        setting = ALIASES.get(name)
+        if setting in SAMPLING_SETTINGS:
+            logger.warning(at(prompt, f"{name} is saved, but changes no sample: --{setting} does, "
+                                      "for all prompts"))
+            return True
+    return False

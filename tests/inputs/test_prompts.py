@@ -37,6 +37,15 @@ def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
         Prompt("c", {"x": 1}, f"{path}, line 4", {"topic": None})]
 
 
+def test_a_setting_of_another_program_in_a_file_of_prompts_gets_one_line(tmp_path, messages):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "n": 1, "model": "m"}\n'
+                    + 2 * '{"prompt": "b", "max_tokens": 5}\n')
+    assert len(read_prompts(f"JSONL:{path}")) == 3
+    assert messages == [f"{path}, line 2: max_tokens is saved, but changes no sample: "
+                        "--max_new_tokens does, for all prompts"]
+
+
 def test_a_bad_prompt_in_a_list_is_found_at_once():
     prompts = 1000 * [Prompt("ab")] + [Prompt("d\u00e9", location="p.txt, line 1001")]
     message = "^p.txt, line 1001: the prompt has characters that .* lacks: 'é' at 2"
@@ -74,7 +83,7 @@ def test_a_pipe_with_data_beside_the_default_prompt_gets_a_line(
     ("JSONL:p", '{"prompt": ""}',
      "p, line 2: every line must be an object with a prompt that is not empty, like"),
     ("JSONL:p", '{"prompt": "a", "id": 1e999}',
-     r"p, line 2: every line must .* \(Out of range float"),
+     r"p, line 2: its fields cannot be saved \(Out of range float"),
     ("JSONL:p", '[{"prompt": "a"}]', r'\(jq -c "\.\[\]" makes such lines'),
     ("JSONL:p", '{"prompt": "a", "x": ' + "[" * 101 + "]" * 101 + "}",
      "p, line 2: the field 'x' has lists or objects in each other, more than 100 deep: save it"),
