@@ -53,12 +53,12 @@ def test_the_backgrounds_have_the_limits_of_the_page():
     assert sorted(map(float, limits)) == list(TINTS)
 
 
-@pytest.mark.parametrize("streams, printed", [
-    (True, ["<a", "bc", "", f"d\n{RULE}\n"]),
-    (False, ["", "", "", f"<abcd\n{RULE}\n"]),
+@pytest.mark.parametrize("options, printed", [
+    (dict(), ["<a", "bc", "", f"d\n{RULE}\n"]),
+    (dict(streams_always=False), ["", "", "", f"<abcd\n{RULE}\n"]),
 ])
-def test_pieces_are_printed_at_once_or_with_the_whole_sample(streams, printed, capsys):
-    printer = Printer(CodePointTokenizer(), streams_always=streams)
+def test_pieces_are_printed_at_once_or_with_the_whole_sample(options, printed, capsys):
+    printer = Printer(CodePointTokenizer(), **options)
     sample = Sample(0, Prompt("<"), [ord("<")])
     for texts, expected in zip(["a", "bc", "", "d"], printed, strict=True):
         if texts == "d":
