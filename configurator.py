@@ -217,6 +217,9 @@ def parse(name: str, text: str, types: list[str]) -> Any:
             value = [parse_item(name, item.strip()) for item in text[1:-1].split(",")]
             logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: "
                         f"'\"{text:.100}\"'")
+        elif "list" in types and re.match(r"\[\s*[\"']", text):
+            raise ValueError(f"{name} has a list without its end, {text!r:.100}: close it, or "
+                             "quote the text in Python") from None
     if text.startswith("("):
         value = plain(value)
     if "str" in types and type(value).__name__ not in types:

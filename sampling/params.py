@@ -127,7 +127,7 @@ CONFLICTS = [
     Conflict(("score", "interactive"), and_,
              "score=True does not work with interactive=True: in a session, type :score"),
     Conflict(("interactive", "flags", "num_samples"), # in a file, it is for other runs
-             lambda session, flags, _: session and "num_samples" in flags,
+             lambda session, flags, count: session and "num_samples" in flags and count > 1,
              "interactive=True prints one sample for each prompt: leave out num_samples, and type "
              ":again for another"),
     Conflict(("interactive", "out_file", "html_file", "logprobs"),

@@ -41,6 +41,7 @@ Put a prompt that begins with a colon in quotes: ":like this". Several pasted li
   :reload            load the model again, such as a newer ckpt.pt
   :temperature       show a setting
   :temperature=0.5   change it; a bare :show_probs or :context_shift means =True
+  :stop=None         turn it off; so also :top_k, :top_p and :min_p
   :settings          show these settings; others are fixed in a session
   :help              show this help
   :quit              end the session; :q, exit and Ctrl-D do the same
@@ -208,7 +209,7 @@ class Session:
     def run_command(self, command: str) -> None:
         name, separator, text = re.fullmatch(r"(?s)([^\s=]*)(\s*=\s*|\s*)(.*)", command).groups()
         if name not in COMMANDS:
-            self.change_or_show(name.replace("-", "_"), text)
+            self.change_or_show(name.replace("-", "_"), separator, text)
         elif "=" in separator:
             raise ValueError(f":{name} is no setting; :help shows how to use it")
         elif name in ("score", "save"):
@@ -222,9 +223,11 @@ class Session:
         values = {**vars(self.params), "show_probs": self.show_probs}
         logger.info("\n".join(f"{name}={values[name]!r}" for name in names))
 
-    def change_or_show(self, name: str, text: str) -> None:
+    def change_or_show(self, name: str, separator: str, text: str) -> None:
         """Change a setting if the user gave a value, or if it is a flag. Then show it."""
         require_setting(name)
+        if "=" in separator and not text:
+            raise ValueError(f":{name}= needs a value; :settings shows those of all settings")
         # A newline is meant: a shell would take the outer quotes away.
         if name == "stop" and text in ("\\n", "'\"\\n\"'"):
             text = '"\\n"'

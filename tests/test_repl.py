@@ -90,6 +90,8 @@ ANSWERS = { # what a user types, and a part of the message
     ":num_samples=3": "leave out num_samples, and type :again for another",
     ":watch": "in a session, type :reload",
     ":stop": "stop=None",
+    ":temperature=": "error: :temperature= needs a value",
+    ':stop=["a"': "error: stop has a list without its end",
     ":stop=\\n": "stop='\\n'\n",
     """:stop='"\\n"'""": "stop='\\n'\n",
     ":stop=a\\n": """as Python does: --stop='"\\n"' in a shell, :stop="\\n" in a session""",
@@ -216,6 +218,8 @@ def test_reload_loads_a_newer_checkpoint_and_keeps_the_settings(
 
 def test_pasted_lines_are_one_prompt(start):
     session = start(term="xterm")
+    session.type("\x1b[200~:top_k\n\x1b[201~\n") # a single one, with its end, is a command
+    session.wait_for("top_k=200\n")
     session.type("\x1b[200~The\n:O\x1b[201~\n")
     session.wait_for("The\n:O") # what was pasted
     session.wait_for(f"{END}\x1b[?2004h") # which switches bracketed paste on
@@ -236,6 +240,7 @@ def test_a_session_reads_lines_from_a_pipe_after_the_setting_start(reply):
 def test_a_session_needs_both_streams_and_no_number_of_samples(reply, char_checkpoint):
     message = "error: interactive=True prints one sample for each prompt"
     assert reply("", "--num_samples=2").stderr.startswith(message)
+    assert reply("The ", "--num_samples=1").stdout.count(END) == 1
     run = f"--out_dir={char_checkpoint}", *SESSION
     process = start_script(*run, stdin=DEVNULL, stdout=CLOSED)
     _, messages = process.communicate()
