@@ -146,17 +146,18 @@ def is_piped() -> bool:
 
 def parse_json_line(line: str, location: str) -> Prompt:
     text = None
-    reason = ""
     try:
         fields = json.loads(line)
-        if isinstance(fields, dict):
-            text = fields.pop("prompt", None)
+        json.dumps(fields, allow_nan=False) # out_file gets them, and JSON has no infinity
     except (ValueError, RecursionError) as error:
-        reason = f" ({error})"
+        raise ValueError(f"{location} is not JSON that out_file could hold ({error}), like "
+                         f'{{"prompt": "Once"}}; got {line[:100]!r:.100}') from None
+    if isinstance(fields, dict):
+        text = fields.pop("prompt", None)
     if not (isinstance(text, str) and text):
         raise ValueError(f'{location}: every line must be an object with a prompt that is not '
                          f'empty, like {{"prompt": "Once"}} (jq -c ".[]" makes such lines of an '
-                         f'array); got {line[:100]!r:.100}{reason}')
+                         f'array); got {line[:100]!r:.100}')
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that "
                          "out_file already has: rename the field in the prompt file")
@@ -165,11 +166,6 @@ def parse_json_line(line: str, location: str) -> Prompt:
             raise ValueError(f"{location}: the field {name!r:.100} has lists or objects in each "
                              f"other, more than {MAX_DEPTH} deep: save it as a text, or leave it "
                              "out")
-    try: # as out_file will get them
-        json.dumps(fields, allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{location}: its fields cannot be saved ({error}): write NaN, infinity "
-                         "and numbers beyond 1.7e308 as texts") from None
     return Prompt(text, fields.pop("id", None), location, other_fields=fields)
 
 
