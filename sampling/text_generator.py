@@ -3,9 +3,9 @@ all use it.
 """
 import logging
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 
@@ -49,7 +49,7 @@ class TextGenerator:
     def __repr__(self) -> str:
         return f"<{self.checkpoint.path}: {self.backend.describe()}>"
 
-    def generate(self, prompts: str | list[str], params: SamplingParams | None = None,
+    def generate(self, prompts: str | Iterable[str], params: SamplingParams | None = None,
                  num_samples: int = 1, batch_size: int | None = None,
                  **settings: Any) -> list[Sample]:
         """Generate num_samples samples for each prompt, in order.
@@ -64,21 +64,30 @@ class TextGenerator:
         return samples
 
     def stream(self, prompt: str, params: SamplingParams | None = None,
-               **settings: Any) -> Iterator[str]:
+               **settings: Any) -> Generator[str, None, None]:
         """Yield the text of one sample in parts, while it is generated. settings: as for generate.
+
+        Its method close ends the sample.
         """
         steps = self.run(self.samples_of([prompt]), params, stream=True, **settings)
         texts = ("".join(piece.text for piece in pieces) for _, pieces in steps)
-        return filter(None, texts)
+        return (text for text in texts if text)
 
-    def score(self, text: str, num_logprobs: int = 0) -> Score:
+    @overload
+    def score(self, text: str, num_logprobs: int = 0) -> Score: ...
+
+    @overload
+    def score(self, text: Iterable[str], num_logprobs: int = 0) -> list[Score]: ...
+
+    def score(self, text: str | Iterable[str], num_logprobs: int = 0) -> Score | list[Score]:
         """How likely the model finds each token of a text, and num_logprobs of the most likely
-        tokens in its place.
+        tokens in its place. For several texts, a list of their scores.
         """
         check_values(plain({"num_logprobs": num_logprobs}))
-        scores = self.samples_of([text], is_score=True)
-        *_, (score, _) = self.run(scores, ScoringParams(num_logprobs or 0))
-        return score
+        scores = self.samples_of(text, is_score=True)
+        for _ in self.run(scores, ScoringParams(num_logprobs or 0)):
+            pass
+        return scores[0] if isinstance(text, str) else scores
 
     def samples_of(self, prompts: str | Iterable[str], num_samples: int = 1,
                      is_score: bool = False) -> list[Sample]:

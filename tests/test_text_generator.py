@@ -61,6 +61,18 @@ def test_an_invalid_prompt_of_a_stream_raises_at_once(generator):
         generator.stream(5)
 
 
+def test_several_texts_get_the_list_of_their_scores(generator):
+    texts = "ROMEO:", "My lord"
+    found = generator.score(texts, num_logprobs=1)
+    for score, expected in zip(found, map(generator.score, texts), strict=True):
+        assert score.prompt.text == expected.prompt.text
+        assert score.nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-4)
+        assert len(score.tokens[-1].top_logprobs) == 1
+    assert len(generator.score(texts[:1])) == 1
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: a prompt is empty"):
+        generator.score(["A", ""])
+
+
 @pytest.mark.parametrize("settings", [
     dict(dtype="int8", compile=True), dict(name="a/b"), dict(name="")])
 def test_invalid_options_and_names_raise_value_error(settings):
@@ -136,4 +148,8 @@ def test_interleaved_and_abandoned_streams_do_not_disturb_each_other(generator):
     parts = zip_longest(*streams, fillvalue="")
     assert [*map("".join, zip(*parts, strict=True))] == expected
     next(generator.stream("B", PARAMS))
+    closed = generator.stream("B", PARAMS)
+    next(closed)
+    closed.close() # as servers do
+    assert next(closed, None) is None
     assert text(generator) == expected[0]
