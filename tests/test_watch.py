@@ -63,6 +63,7 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(
     assert page.count(">iteration 200, validation loss 1.2500</h3>") == 2
     printed = [f"The {line['text']}\n{RULE}\n" for line in lines]
     assert (tmp_path / "stdout").read_text() == "".join(printed) # only samples
+    assert (tmp_path / "stderr").read_text().count(f"\n{RULE}\n") == 2 # one for each checkpoint
     assert run_script(*RUN, cwd=tmp_path).stdout == "".join(printed[2:])
     with watching(tmp_path) as wait_for: # the same command goes on where the run was
         wait_for("a.jsonl is complete, with 2 samples of this checkpoint: nothing to do\n")

@@ -132,9 +132,8 @@ class Outputs:
         else:
             self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams_always=False)
         self.streams = self.printer.streams
-        # On a terminal, name the checkpoint. A file or a pipe gets only samples.
-        if self.watch and self.streams:
-            self.printer.write(f"{gpt.checkpoint.describe()}\n{RULE}\n")
+        if self.watch: # standard output gets only samples
+            logger.info(RULE)
         bar = None # it would disturb the parts of a line that a terminal shows
         if not self.streams or (settings["score"] and not settings["show_probs"]):
             bar = start_progress_bar()

@@ -205,7 +205,7 @@ def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(
 def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp_path, capsys):
     started = start(watch=True)
     outputs = generate(started, 2, model_of("1"))
-    # No heading comes first, because this is no terminal.
+    # No heading comes first.
     assert capsys.readouterr().out.startswith("O w0\n")
     assert not (tmp_path / "a.html").exists()
     outputs.finish()
@@ -261,7 +261,7 @@ def test_lines_without_log_probabilities_stay_and_their_page_has_no_colours(
     assert files()["a.jsonl"] == before
     assert num_shown(tmp_path) == 2
     assert b'/json">[' not in files()["a.html"]
-    assert "a.jsonl has lines that were not saved with logprobs=5: they stay" in messages[0]
+    assert "a.jsonl has lines that were not saved with logprobs=5: they stay" in "".join(messages)
     if not watch:
         run(3)
         assert files()["a.html"].count(b'/json">[') == 1
