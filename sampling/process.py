@@ -25,7 +25,7 @@ if TYPE_CHECKING: # it takes a second
 
 logger = logging.getLogger(__name__)
 # What numba, its compiler, its threads and the kernels take of the addresses of a process.
-NUMBA_BYTES = 400 * 2**20
+NUMBA_BYTES = 512 * 2**20
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(

@@ -84,7 +84,7 @@ def test_too_small_a_limit_of_memory_is_named_before_numba_takes_any(monkeypatch
     monkeypatch.delitem(sys.modules, "numba")
     assert not prepare.process.has_numba(is_required=False)
     assert messages == [
-        "the compiled kernels for CPUs, and dtype=int8, need numba (which takes 400 MB, and less "
+        "the compiled kernels for CPUs, and dtype=int8, need numba (which takes 512 MB, and less "
         "is left below the limit of memory): raise the limit, which ulimit -v shows in KiB; "
         "continuing without the kernels, which is slower"]
 
