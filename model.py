@@ -39,10 +39,11 @@ class KVCache:
         shape = 2, num_rows, config.n_head, capacity, head_width # keys and values, (B, H, :, D)
         layers = range(config.n_layer)
         self.layers = [torch.empty(shape, device=device, dtype=dtype) for _ in layers]
+        self.device = device
         self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
-        rows = torch.tensor(rows, device=self.layers[0].device) # one copy: it synchronises a GPU
+        rows = torch.tensor(rows, device=self.device) # one copy: it synchronises a GPU
         for i, layer in enumerate(self.layers):
             self.layers[i] = layer[:, rows]
 

@@ -149,12 +149,13 @@ class CPUBackend(Backend):
             past = None if cache is None else cache.layers[i] # (2, B, H, C, D)
             qkv = c_attn(ln_1(x)) # (R, 3 * E)
             if num_last < T:
-                x = x.reshape(B, T, -1)[:, -num_last:]
-                x = np.ascontiguousarray(x).reshape(B * num_last, -1)
+                x = last_positions(x, B, num_last)
             x = attn_c_proj(self.attention(qkv, past, start, B, num_last), residual=x)
             x = mlp_c_proj(c_fc(ln_2(x), gelu=self.config.gelu), residual=x)
         if cache is not None:
             cache.seq_len += T
+        if not self.blocks:
+            x = last_positions(x, B, num_positions)
         return torch.from_numpy(self.lm_head(self.ln_f(x)))
 
     def attention(self, qkv: np.ndarray, past: Tensor | None, start: int, B: int,
@@ -183,6 +184,12 @@ class CPUBackend(Backend):
         is_causal = 1 < num_last == S
         y = F.scaled_dot_product_attention(q[:, :, -num_last:], k, v, mask, is_causal=is_causal)
         return y.transpose(1, 2).reshape(-1, E).numpy()
+
+
+def last_positions(x: np.ndarray, B: int, n: int) -> np.ndarray:
+    """The last n positions of each of B rows: (R, E) -> (B * n, E)."""
+    last = x.reshape(B, -1, x.shape[1])[:, -n:]
+    return np.ascontiguousarray(last).reshape(B * n, -1)
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

@@ -211,7 +211,7 @@ class CUDABackend(EagerBackend):
         """Process cache.token at cache.position, with S = num_keys -> logits (B, V)."""
         transformer = self.model.transformer
         x = transformer.wte(cache.token) + transformer.wpe(cache.position) # (B, 1, E)
-        zeros = torch.zeros(1, num_keys, device=self.device, dtype=cache.layers[0].dtype)
+        zeros = torch.zeros(1, num_keys, device=self.device, dtype=self.dtype)
         # (1, S)
         positions = torch.arange(num_keys, device=self.device)
         mask = zeros.masked_fill(positions > cache.position, -torch.inf)

@@ -172,8 +172,9 @@ def require_fit(config: GPTConfig, tensors: StoredTensors) -> None:
     for name, kind in GPTConfig.__annotations__.items():
         value = getattr(config, name)
         if kind is int or (name == "n_inner" and value is not None):
-            require(type(value) is int and 1 <= value < 2**31,
-                    f"{name} must be a whole number, at least 1 and below 2**31; "
+            least = 0 if name == "n_layer" else 1
+            require(type(value) is int and least <= value < 2**31,
+                    f"{name} must be a whole number, at least {least} and below 2**31; "
                     f"got {value!r:.100}")
         if kind is float:
             # nanoGPT takes dropout=False, but its epsilon is no field.

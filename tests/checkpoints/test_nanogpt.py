@@ -310,6 +310,11 @@ def test_forms_of_checkpoints_load(form, protocol, tmp_path, monkeypatch):
     assert same_model(save_checkpoint(tmp_path, model, **entries), model)
 
 
+def test_a_checkpoint_without_layers_loads(tmp_path):
+    save_checkpoint(tmp_path, make_gpt(n_layer=0))
+    assert same_model(tmp_path, make_gpt(n_layer=0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_head_that_differs_counts_for_the_embedding_too_as_in_nanogpt(dtype, tmp_path, messages):
     model = make_gpt()
@@ -406,7 +411,7 @@ REFUSED_MODELS = [ # model, model_args, a part of the line
      "is an object of argparse.Namespace without the fields block_size, n_head, vocab_size"),
     (ONE, {"n_layer": [1, 2]}, "numbers and text, got n_layer: list"),
     (ONE, {"n_head": 5}, "n_head must divide n_embd; got 5 and 768"),
-    (ONE, {"n_layer": True}, "n_layer must be a whole number, at least 1"),
+    (ONE, {"n_layer": True}, "n_layer must be a whole number, at least 0"),
     (ONE, {"dropout": math.nan}, "dropout must be a number between 0 and 1;"),
     (ONE, {"layer_norm_epsilon": True}, "layer_norm_epsilon must be a number between 0 and 1;"),
     (ONE, {"gelu": "relu"}, "gelu must be 'none' or 'tanh'; got 'relu'"),

@@ -61,6 +61,15 @@ def plain_ids(window, device, block_size, **settings):
     return expected_ids(WINDOWS[window], 30, device=device, block_size=block_size, **settings)
 
 
+def test_a_model_may_have_no_layers(make_backend):
+    prompts = WINDOWS["different lengths"]
+    backend = make_backend(make_gpt(n_layer=0))
+    found = decode(backend, prompts, 20, top_k=20)
+    model = make_gpt(n_layer=0).to(backend.device)
+    torch.manual_seed(3)
+    assert found == [continue_ids(model, ids, 20, top_k=20) for ids in prompts]
+
+
 def test_for_cuda_tokens_are_sampled_in_the_dtype_of_the_logits_as_in_nanogpt():
     model = cast_linears(make_gpt(), torch.bfloat16)
     settings = dict(temperature=0.3, top_k=30)
