@@ -6,7 +6,7 @@ import unicodedata
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, is_size, read_pickle, unwrap
 from sampling.checkpoints.untrusted_files import reject_damaged, require
-from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, encode_utf8
+from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer, encode_utf8
 
 logger = logging.getLogger(__name__)
 # The fields in which prepare scripts name or extend a tokenizer.
@@ -77,7 +77,9 @@ class CharTokenizer(Tokenizer):
         return repr(sorted(self.itos.items()))
 
     def token_bytes(self, token_id: int) -> bytes:
-        symbol = self.itos.get(token_id, REPLACEMENT)
+        if token_id not in self.itos:
+            return super().token_bytes(token_id)
+        symbol = self.itos[token_id]
         return bytes([symbol]) if isinstance(symbol, int) else symbol.encode("utf-8", "replace")
 
 

@@ -124,7 +124,7 @@ class HFDecoder(Decoder):
         text = after[len(before):]
         self.context = self.context_of(ids)
         self.held = []
-        return text if is_known else text + REPLACEMENT
+        return text if is_known else text + tokenizer.token_bytes(token_id).decode()
 
     def context_of(self, ids: list[int]) -> list[int]:
         """The tokens before the next one, without bytes: a new run of bytes is another one."""

@@ -1,5 +1,6 @@
 """Tokenizer and Decoder, the base classes of all tokenizers, and what the tokenizers share."""
 import codecs
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from operator import index
@@ -8,6 +9,7 @@ from typing import Any
 from sampling.checkpoints.untrusted_files import RejectedFileError
 from sampling.process import first_sentence
 
+logger = logging.getLogger(__name__)
 # The encodings of tiktoken, and how many tokens each has.
 ENCODINGS = {
     "gpt2": 50257,
@@ -29,12 +31,20 @@ class Tokenizer:
     """
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
+    knows_all = True # of the ids so far
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text cannot be encoded."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The text of a token in UTF-8: perhaps a part of a character. Here, of an unknown id."""
+        """The text of a token in UTF-8: perhaps a part of a character.
+
+        Here, of an unknown id. The first one gets a warning.
+        """
+        if self.knows_all:
+            self.knows_all = False
+            logger.warning(f"{self.source} has no text for token {token_id}: such tokens become "
+                           "U+FFFD; if it is not the model's own, pass another --tokenizer")
         return REPLACEMENT.encode()
 
     def missing_from(self, text: str) -> set | None:

@@ -41,6 +41,13 @@ def test_a_token_of_several_characters_in_a_prompt_gets_one_warning(tmp_path, me
         "of a prompt is looked up alone, as in nanoGPT"]
 
 
+def test_the_first_token_without_a_text_gets_a_warning(tmp_path, messages):
+    tokenizer = load(tmp_path, {"stoi": {"a": 0, "b": 2}})
+    assert [tokenizer.decode(ids) for ids in ([0, 2], [1], [3])] == ["ab", "\ufffd", "\ufffd"]
+    assert messages == [f"{tmp_path}/meta.pkl has no text for token 1: such tokens become U+FFFD; "
+                        "if it is not the model's own, pass another --tokenizer"]
+
+
 @pytest.mark.parametrize("meta", [
     {"stoi": {i: i for i in range(256)}},
     BYTES,
