@@ -53,8 +53,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
     validate gets all settings, and the names of those that flags set. Its ValueError has the
     attribute names: which settings it is about. aliases: what to suggest for names of other
     programs. foreign: names of another program's settings, each with one of ours that means
-    something else there: a file that sets the first does not set the second. Logs one line that
-    lists the changes. An error leaves scope as it was. --help and --version print, and exit.
+    something else there: a file that sets the first does not set the second. Logs the changes. An
+    error leaves scope as it was. --help and --version print, and exit.
     """
     try:
         os.getcwd()
@@ -99,8 +99,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
                 raise ValueError(f"{files[name]}: {error}") from None
         raise
     if changes:
-        shown = [f"{name}={value!r:.100}" for name, value in changes.items()]
-        logger.info(f"settings: {', '.join(shown)}")
+        shown = ", ".join(f"{name}={value!r:.100}" for name, value in changes.items())
+        logger.info(f"settings: {shown}")
     scope.update(changes)
     return values
 
@@ -138,10 +138,7 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
 
 
 def docstring_of(scope: Mapping[str, Any]) -> str:
-    """The docstring of a script, which a command that pip installed calls by its own name.
-
-    It is that of the source: python -OO removes others.
-    """
+    """A script's docstring, also with python -OO. An installed command calls it by its own name."""
     doc = ast.get_docstring(ast.parse(Path(scope["__file__"]).read_text(encoding="utf-8"))) or ""
     if scope.get("__name__") == "__main__":
         return doc
@@ -150,9 +147,7 @@ def docstring_of(scope: Mapping[str, Any]) -> str:
 
 
 def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
-    """Return the docstring, then every setting in its group, with its default and comment, in lines
-    of this width.
-    """
+    """The docstring, then each setting in its group, with its default and its comment."""
     width = min(max(width, 40), 120)
     group = ""
     paragraphs = [text if text.startswith(" ") else textwrap.fill(text, width)
@@ -218,8 +213,7 @@ def parse(name: str, text: str, types: list[str]) -> Any:
             logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: "
                         f"'\"{text:.100}\"'")
         elif "list" in types and re.match(r"\[\s*[\"']", text):
-            raise ValueError(f"{name} has a list without its end, {text!r:.100}: close it, or "
-                             "quote the text in Python") from None
+            raise ValueError(f"{name}: the list {text!r:.100} has no end: add it") from None
     if text.startswith("("):
         value = plain(value)
     if "str" in types and type(value).__name__ not in types:

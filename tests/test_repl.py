@@ -91,7 +91,7 @@ ANSWERS = { # what a user types, and a part of the message
     ":watch": "in a session, type :reload",
     ":stop": "stop=None",
     ":temperature=": "error: :temperature= needs a value",
-    ':stop=["a"': "error: stop has a list without its end",
+    ':stop=["a"': "error: stop: the list '[\"a\"' has no end",
     ":stop=\\n": "stop='\\n'\n",
     """:stop='"\\n"'""": "stop='\\n'\n",
     ":stop=a\\n": """as Python does: --stop='"\\n"' in a shell, :stop="\\n" in a session""",

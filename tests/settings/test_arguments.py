@@ -58,7 +58,7 @@ ERRORS = {
     "--flag=maybe": "flag takes True or False, got 'maybe'",
     "--rate=1" + "0" * 400: "rate takes a number",
     "--count=3 --flag --rate=fast": "rate takes a number",
-    '--ends=["A",': """ends has a list without its end, '["A",': close it, or quote the text""",
+    '--ends=["A",': """ends: the list '["A",' has no end: add it""",
     "missing.py": "cannot read the settings file 'missing.py': No such file or directory; give "
                   "settings as --key",
     "folder": f"'folder' {A_MODEL}folder",
