@@ -27,19 +27,26 @@ ROPE = """
         turn = torch.polar(torch.ones_like(angles), angles)
         q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn for x in (q, k))
         q, k = (torch.view_as_real(x).flatten(-2) for x in (q, k))"""
-COUNTED = """self.init_weights()
-        print(f"{self.count_weights()} weights")
-
-    def count_weights(self):
-        return sum(weight.numel() for weight in self.parameters())
-
-    def crop_block_size(self, block_size):
+TRAINING = """def crop_block_size(self, block_size=2 * 64):
         self.config.block_size = block_size
 
-    def configure_optimizers(self, weight_decay):
+    @staticmethod
+    def configure_optimizers(self, weight_decay: float | None = -1.0):
         return torch.optim.AdamW(self.parameters(), weight_decay=weight_decay)
 
-"""
+    def new_cache("""
+UNUSED = """SIZES: list[int] = [1, 2]
+class Norm(nn.Module):
+    'Not used.'
+    eps = 1e-5
+    def __init__(self, config: GPTConfig = None):
+        super().__init__()
+class OtherNorm(Norm): pass
+def unused(x: torch.Tensor = None) -> "MLP":
+    x.forward = setattr(MLP, "forward", None)
+class Block(nn.Module):
+    'A block.'
+    # of two layers"""
 COUNTER = """self.count = getattr(self, "count", 0) + 1
         x = self.transformer.drop(x * (1 + self.count % 3))"""
 LORA = """
@@ -86,17 +93,16 @@ EQUAL = { # what computes the same, or the tanh form
     "more random numbers": after(INITIALISED, "torch.rand(7)\n\n"),
     "a tuple of three": (HEAD, "return self.lm_head(x), None, x"),
     "a tensor": (HEAD, "return self.lm_head(x[:, [-1]])"),
+    "checks": ("start = 0 if", "assert idx.dim() == 2; print(idx.shape); start = 0 if"),
 }
 HARMLESS = { # what changes no unit of nanoGPT's model.py
     "unchanged": ("", ""),
-    "comments": ("class Block(nn.Module):",
-                 "class Block(nn.Module):\n    '''A block.'''\n    # of two layers"),
-    "checks": ("start = 0 if", "assert idx.dim() == 2; print(idx.shape); start = 0 if"),
-    "prints": (INIT, f"print('initialising')\n                {INIT}"),
-    "methods that only prints call, or training": ("self.init_weights()\n\n", COUNTED),
+    "other definitions, and comments": ("class Block(nn.Module):", UNUSED),
+    "methods of training": ("def new_cache(", TRAINING),
+    "defaults": ("n_head: int = 12", "n_head: int = 6"),
     "a download": ("model = cls(", "print(checkpoint)\n        model = cls("),
     "annotations": (FORWARD, "def forward(self, idx: Tensor, targets: Tensor = None,"),
-    "imports": ("import math\n", "import math\nimport warnings\nwarnings.simplefilter('ignore')\n"),
+    "imports": ("import math\n", "import math\nimport os, torch.utils.checkpoint, numpy as np\n"),
     "generate": ("idx.size(1) > block_size", "idx.size(1) >= block_size"),
     "Windows": ("\n", "\r\n"),
     "indentation": ("    ", "  "),

@@ -1,6 +1,7 @@
-"""Where the checkpoint that the user means lies, the wait for its next save, and what to do where
-no model is found: a flag that works, and never leads back to the error.
+"""Where the checkpoint that the user means lies, and its model.py; the wait for its next save; and
+what to do where no model is found: a flag that works, and never leads back to the error.
 """
+import ast
 import difflib
 import logging
 import os
@@ -14,8 +15,10 @@ from typing import Any
 
 from sampling.checkpoints.untrusted_files import (
     ANNOUNCED_WAITS,
+    UNREADABLE,
     RejectedFileError,
     file_state,
+    parse_python,
     read_json,
 )
 
@@ -48,6 +51,9 @@ HUGGINGFACE_NAMES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
+# An import of a GPT, whatever its module is called; or of a module that may have one.
+IMPORT_OF_GPT = re.compile(r"from \.*([\w.]+) import (?:.*GPT(?:Config)?\b|\*)"
+                           r"|import ([\w.]*(?:model|gpt)[\w.]*)")
 WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 
 
@@ -106,6 +112,54 @@ def huggingface_folder(path: Path) -> Path:
     if is_part and not is_unread and os.path.isfile(path) and has_weights(path.parent):
         return path.parent
     return path
+
+
+# ---- its code and its data
+
+def code_folders(checkpoint: Path) -> dict[Path, list[Path]]:
+    """The folders where the code and the data of a ckpt.pt may lie, each with the files of its GPT:
+    from its own folder upwards to the first with such a file; the same from where a link leads, and
+    from the working directory if that has a train.py, because out_dir may lie anywhere.
+    """
+    starts = [Path(os.path.abspath(checkpoint)), checkpoint.resolve()]
+    if os.path.isfile("train.py"): # a clone of nanoGPT
+        starts.append(Path.cwd() / "ckpt.pt")
+    folders = {}
+    for start in starts:
+        modules: list[str] = []
+        found: dict[Path, list[Path]] = {}
+        for folder in start.parents:
+            modules += modules_with_gpt(folder)
+            found[folder] = module_files(folder, [*modules, "model"])
+            if found[folder]:
+                break
+        else: # what lies far away belongs to others
+            found = {folder: [] for folder in start.parents[:2]}
+        folders |= found
+    return folders
+
+
+def modules_with_gpt(folder: Path) -> list[str]:
+    """The modules from which the sample.py and the train.py in a folder import their GPT."""
+    modules = []
+    for script in "sample.py", "train.py":
+        with suppress(*UNREADABLE): # Python cannot run it either
+            for node in ast.walk(parse_python(folder / script)):
+                is_import = isinstance(node, ast.Import | ast.ImportFrom)
+                match = is_import and IMPORT_OF_GPT.match(ast.unparse(node))
+                if match:
+                    modules.append(match[1] or match[2])
+    return modules
+
+
+def module_files(folder: Path, modules: Iterable[str]) -> list[Path]:
+    """The files of those of these modules that lie in a folder: a package comes before a file."""
+    files = []
+    for module in dict.fromkeys(modules):
+        place = folder.joinpath(*module.split("."))
+        both = place / "__init__.py", Path(f"{place}.py")
+        files += [file for file in both if os.path.isfile(file)][:1]
+    return files
 
 
 # ---- what to do where no model is found

@@ -58,10 +58,14 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
         is_folder = ", which is a folder" if os.path.isdir(path) else ""
         raise FileNotFoundError(f"there is no checkpoint at {path}{is_folder}; "
                                 f"{finding.advice(Path(out_dir))}")
+    if model_file == NANOGPT and os.path.lexists(NANOGPT):
+        raise ValueError(f"--model_file={NANOGPT} is nanoGPT's own model.py, but here is a file or "
+                         f"folder of that name: for that, pass --model_file=./{NANOGPT}; for "
+                         "nanoGPT's own, start in another folder")
     if model_file in (None, NANOGPT):
         require_unedited()
         source = UNEDITED if model_file else find_source(path)
-        fields = read_complete([path], lambda file: read_gpt(file, source.gelu, dtype))
+        fields = read_complete([path], lambda file: read_gpt(file, source.defaults, dtype))
         if source.drops_while_sampling and fields["config"].dropout:
             source.reject(["dropout while it samples"])
     else:
@@ -73,13 +77,15 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
     return checkpoint
 
 
-def read_gpt(file: BinaryIO, gelu: str, dtype: torch.dtype) -> dict:
-    """The fields of a Checkpoint from a file of nanoGPT's own GPT, whose model.py has this GELU."""
+def read_gpt(file: BinaryIO, defaults: dict, dtype: torch.dtype) -> dict:
+    """The fields of a Checkpoint from a file of nanoGPT's own GPT, whose model.py has these
+    defaults.
+    """
     tensor_file = read_tensor_file(file)
     tensors, args_key, args = find_entries(tensor_file)
     stored = build.share_head(build.tensors_by_name(tensors, tensor_file))
     try:
-        model_args = gpt_args(args_key, args, gelu)
+        model_args = gpt_args(args_key, args, defaults)
         fields = build.read_model(model_args, stored, dtype)
         is_tied = fields["config"].tie_word_embeddings
         if model_args.get("tie_word_embeddings", True) and not is_tied:
@@ -154,7 +160,7 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
     return entries[model_key], args_key, args
 
 
-def gpt_args(args_key: str, args: object, gelu: str) -> dict:
+def gpt_args(args_key: str, args: object, defaults: dict) -> dict:
     """The fields of GPTConfig. Raises ValueError if a field may change what the model computes."""
     fields = fields_of(args)
     missing = ", ".join(sorted(SIZES.difference(fields)))
@@ -179,10 +185,10 @@ def gpt_args(args_key: str, args: object, gelu: str) -> dict:
     # dropout and bias.
     is_gpt_config = describe(args).endswith(".GPTConfig")
     if known.keys() == SIZES and (is_gpt_config or args_key == "config"):
-        gelu = "tanh"
+        defaults = {"gelu": "tanh"}
     # None means the default, but for the activation: then there may be none.
     given = {name: v for name, v in known.items() if v is not None or name == "gelu"}
-    return {"gelu": gelu} | given
+    return defaults | given
 
 
 def read_number(file: TensorFile, *names: str) -> float | None:

@@ -1,10 +1,13 @@
 """Reads files that a stranger made, or that a training overwrites: one-line errors, text and JSON,
-and whole saves.
+Python's source, and whole saves.
 """
+import ast
 import json
 import logging
 import os
+import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -19,6 +22,12 @@ MAX_WAIT = 10
 POLL = 0.01
 MAX_CONFIG_BYTES = 2**20 # a config.json: parsing it takes many times its size in memory
 MAX_TEXT_BYTES = 2**26 # another file, such as a tokenizer.json
+# nanoGPT's model.py has 17 KB, and those of its forks up to 60. A large one would take long to
+# parse.
+MAX_SOURCE_BYTES = 2**17
+# Python joins the parts of an imported name at each dot: 40,000 of them would take a gigabyte.
+LONG_NAME = re.compile(rb"(\.[\s\\]*\w+[\s\\]*){50}")
+UNREADABLE = OSError, ValueError, SyntaxError, MemoryError, RecursionError # of parse_python
 # The paths of files whose next save a run waits for, and has said so: the line comes once.
 ANNOUNCED_WAITS: set[object] = set()
 
@@ -94,6 +103,16 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         text = path.read_text("utf-8")
         reject_lfs_pointer(text[:100].encode())
     return text
+
+
+def parse_python(path: Path) -> ast.Module:
+    """The syntax tree of a file, which is not run. Raises one of UNREADABLE."""
+    source = read_text(path, MAX_SOURCE_BYTES).encode()
+    if LONG_NAME.search(source):
+        raise ValueError("it has a name with more than 50 dots")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore") # about unknown escapes
+        return ast.parse(source)
 
 
 # ---- files that a training overwrites

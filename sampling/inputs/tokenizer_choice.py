@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from sampling.checkpoints.build import Checkpoint
+from sampling.checkpoints.finding import code_folders
 from sampling.checkpoints.untrusted_files import is_inside, require
 from sampling.configurator import suggest
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
@@ -33,9 +34,9 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Toke
 
     tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, the first of:
     a meta.pkl, then a Hugging Face tokenizer, in the folder of the checkpoint, and for a ckpt.pt
-    also in data/<dataset> here and beside out_dir; the encoding that the training's settings name;
-    GPT-2's, if the vocabulary has its size. All files meta.pkl must be equal. In data/<dataset>, a
-    Hugging Face tokenizer must have the size of the model.
+    also in data/<dataset> here and where the code of its clone may lie; the encoding that the
+    training's settings name; GPT-2's, if the vocabulary has its size. All files meta.pkl must be
+    equal. In data/<dataset>, a Hugging Face tokenizer must have the size of the model.
     """
     vocab_size = checkpoint.config.vocab_size
     found = tokenizer_named(tokenizer, vocab_size) if tokenizer else tokenizer_of(checkpoint)
@@ -124,7 +125,7 @@ def tokenizer_folders(checkpoint: Checkpoint) -> list[Path]:
     dataset = checkpoint.raw_config.get("dataset") # a stranger's, and of any type
     if checkpoint.is_huggingface or not is_inside(dataset): # never outside of data
         return [own]
-    places = Path(), own.absolute().parent, own.resolve().parent # own may be a link, or ..
+    places = Path(), *code_folders(own / "ckpt.pt")
     return [own, *(place / "data" / dataset for place in places)]
 
 

@@ -5,8 +5,9 @@ import re
 import shutil
 
 import pytest
+import torch
 
-from forks import EQUAL, HARMLESS, OTHERS, OURS, edit
+from forks import EQUAL, FORWARD, HARMLESS, OTHERS, OURS, edit, fork_text
 from models import make_gpt, save_checkpoint
 from project import PROJECT
 from sampling.checkpoints import model_source
@@ -40,40 +41,84 @@ def test_harmless_edits_need_no_flag(fork, sample, name):
 
 
 @pytest.mark.parametrize("statement, difference", [
-    ("F.layer_norm = print", "line"),
+    ("MLP = Block", "MLP"),
     ("class MLP(MLP):\n    forward = None", "MLP"),
-    ("MLP = Block", "line"),
+    ("def dataclass(config): return config", "dataclass"),
+    ("def print(*_): pass", "line"),
+    ("__builtins__ = {}", "line"),
+    ("F.layer_norm = print", "line"),
     ("from layers import *", "layers"),
+    ("from math import *", "math.*"),
     ("from math import MLP", "MLP"),
+    ("from torch import sum", "torch.sum"),
     ("from .layers import Other", ".layers.Other"),
-    ("import patches", "patches"),
+    ("import patches as nn, torch.nn as nn", "nn"),
     ("import colorsys", "colorsys"), # a neighbour of that name hides Python's own
     ("import sys\nsys.modules['math'] = F", "line"),
     ("torch.set_default_dtype(torch.half)", "line"),
-    ("for block in [Block]:\n    block.forward = None", "line"),
-    ("try:\n    import fast as F\nexcept ImportError: pass", "fast"),
-    ("try:\n    pass\nexcept ImportError:\n    MLP = Block", "line"),
-    ("_ = setattr(MLP, 'forward', None)", "line"),
-    ("@torch.set_default_device\ndef unused():\n    pass", "line"),
-    ("@torch.set_default_device('cpu')\ndef unused():\n    pass", "line"),
-    ("class Unused:\n    MLP.forward = None", "line"),
-    ("def unused(x=setattr(MLP, 'forward', None)):\n    pass", "line"),
-    ("def unused() -> setattr(MLP, 'forward', None):\n    pass", "line"),
-    ("assert setattr(MLP, 'forward', None)", "line"),
-    ("if setattr(MLP, 'forward', None):\n    pass", "line"),
-    ("Net = GPT\ndef GPT(config):\n    return Net(config)", "GPT"),
+    ("print(MLP := Block)", "line"),
+    ("if (MLP := Block): pass", "line"),
     ("if __name__ != '__main__':\n    MLP = Block", "line"),
     ("if __name__ == '__main__':\n    pass\nelse:\n    MLP = Block", "line"),
+    ("for MLP in [Block]: pass", "line"),
+    ("with open('x') as MLP: pass", "line"),
+    ("try:\n    pass\nexcept ImportError:\n    MLP = Block", "line"),
+    ("match Block:\n    case MLP: pass", "line"),
+    ("del MLP", "line"),
+    ("X = [0 for nn.GELU in [nn.SiLU]]", "line"),
+    ("X = lambda: 0", "line"),
+    ("X = MLP.forward = None", "line"),
+    ("@torch.set_default_device\ndef unused(): pass", "line"),
+    ("def unused(x=setattr(MLP, 'forward', None)): pass", "line"),
+    ("def unused() -> setattr(MLP, 'forward', None): pass", "line"),
+    ("async def unused(): pass", "line"),
+    ("class Unused:\n    MLP.forward = None", "line"),
+    ("class Unused:\n    class MLP: pass", "line"),
+    ("class Unused(metaclass=print): pass", "line"),
+    ("class Unused(type): pass", "line"),
+    ("from enum import Enum\nclass Unused(Enum): pass", "line"),
+    ("@torch.compile\nclass Unused: pass", "line"),
+    ("class Unused:\n    def __init_subclass__(cls): nn.GELU = nn.SiLU", "line"),
     ("if __name__ == '__main__':\n    MLP.forward = None", None),
-    ("import os, sys, typing, numpy\nsys.path.append('.')", None),
-    ("device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')", None),
-    ("def unused(x: MLP = None):\n    x.forward = setattr(MLP, 'forward', None)", None),
 ])
-def test_statements_count_if_they_can_change_the_model(tmp_path, statement, difference):
+def test_a_statement_is_a_difference_unless_nothing_of_it_can_run(tmp_path, statement, difference):
     (tmp_path / "colorsys.py").touch()
     path = edit(tmp_path, OURS, f"{OURS}\n{statement}\n")
     differences = model_source.read_source(path).differences
     assert difference in differences[0] if difference else not differences
+
+
+CONFIG = "class GPTConfig:"
+
+
+def method(text):
+    """The change that adds a method to GPT."""
+    return "    def init_weights(", f"    {text}\n    def init_weights("
+
+
+@pytest.mark.parametrize("part, replacement, difference", [
+    (*method("def eval(self): pass"), "GPT.eval"),
+    (*method("def lm_head(self, x): pass"), "GPT.lm_head"),
+    (*method("def __len__(self): return 0"), "GPT.__len__"),
+    (*method("def forward(self, idx): pass"), "GPT.forward"), # one more
+    (*method("@property\n    def unused(self): pass"), "GPT.unused"),
+    (*method("def classmethod(function): pass"), "GPT.classmethod"),
+    (*method("def unused(self, x=print()): pass"), "GPT.unused"),
+    (*method("async def eval(self): pass"), "GPT"),
+    (*method("dump_patches = True"), "GPT"),
+    ("x = x + self.attn(", "list(map(print, []))\n        x = x + self.attn(", "Block"),
+    (FORWARD, FORWARD.replace("idx", "idx: print()"), "GPT.forward"),
+    ("@dataclass\n", "@torch.no_grad()\n@dataclass\n", "GPTConfig"),
+    (CONFIG, "class GPTConfig(Block):", "GPTConfig"),
+    (CONFIG, f"{CONFIG}\n    def __post_init__(self): self.n_head = 2", "GPTConfig"),
+    ("n_head: int = 12", "n_head: InitVar[int] = 12", "GPTConfig"),
+    ("n_head: int = 12", "n_head: int = print()", "GPTConfig"),
+    ('gelu: str = "none"', 'gelu: str = "tanh"', "GPTConfig"),
+])
+def test_each_part_of_a_unit_counts_and_each_name_that_runs(
+        tmp_path, part, replacement, difference):
+    path = edit(tmp_path, part, replacement)
+    assert difference in model_source.read_source(path).differences
 
 
 @pytest.mark.parametrize("flag, status, message", [
@@ -119,28 +164,29 @@ def test_a_strangers_model_py_beside_a_checkpoint_is_never_run(fork, sample, tmp
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("content, counts", [
-    ("from gpt import GPT, GPTConfig", True),
-    ("from gpt import *", True),
-    ("class NanoGPT: pass\nGPT = NanoGPT", True),
-    ("def __getattr__(name): return getattr(gpt, name)", True),
-    ("import sys, gpt\nsys.modules[__name__] = gpt", True),
-    ("class Bigram: pass # no GPT", False),
+@pytest.mark.parametrize("content", [
+    "from gpt import GPT, GPTConfig",
+    "from gpt import *",
+    "class NanoGPT: pass\nGPT = NanoGPT",
+    "def __getattr__(name): return getattr(gpt, name)",
+    "import sys, gpt\nsys.modules[__name__] = gpt",
+    "import torch # no GPT",
 ])
-def test_a_model_py_counts_if_it_has_a_gpt_from_anywhere(fork, sample, tmp_path, content, counts):
-    fork()
-    (tmp_path / "out/model.py").write_text(content)
-    assert sample().returncode == counts
+def test_a_model_py_without_nanogpts_class_is_another_one(tmp_path, content):
+    (tmp_path / "model.py").write_text(content)
+    assert model_source.read_source(tmp_path / "model.py").differences
 
 
-def test_a_model_py_counts_near_out_dir_and_in_a_clone(fork, sample, run_script, tmp_path):
+def test_a_model_py_counts_up_from_out_dir_and_in_a_clone(fork, sample, run_script, tmp_path):
     path = fork(*OTHERS["SiLU"])
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/train.py").write_text("from model import GPTConfig, GPT") # a copy
     shutil.copytree(tmp_path / "out", tmp_path / "runs/a/b")
     link = tmp_path.with_suffix(".link")
     link.symlink_to(tmp_path / "out")
     for done in (
             sample(),
-            sample("--out_dir=runs/a/b/ckpt.pt"), # the working directory's
+            run_script(f"--out_dir={tmp_path}/runs/a/b/ckpt.pt", cwd="/"),
             run_script(f"--out_dir={link}", cwd="/")):
         assert f"error: {path} is not" in done.stderr
     elsewhere = tmp_path.with_suffix(".scratch")
@@ -149,13 +195,37 @@ def test_a_model_py_counts_near_out_dir_and_in_a_clone(fork, sample, run_script,
     assert sample(flag).returncode == 0
     (tmp_path / "train.py").touch()
     assert f"error: {path} is not" in sample(flag).stderr
-    (tmp_path / "train.py").unlink()
-    path.rename(tmp_path / "runs/model.py")
-    assert sample("--out_dir=runs/a/b").returncode == 0, "too far away"
     package = tmp_path / "runs/a/model"
     package.mkdir()
     (package / "__init__.py").write_text("from .gpt import GPT, GPTConfig")
     assert f"error: {package} is not" in sample("--out_dir=runs/a/b").stderr
+
+
+@pytest.mark.parametrize("script, line, file", [
+    ("train.py", "from model_silu import GPTConfig, GPT", "model_silu.py"),
+    ("sample.py", "from model_silu import GPTConfig, Net as GPT", "model_silu.py"),
+    ("sample.py", "from nets.silu import (\n    GPT,\n)", "nets/silu.py"),
+    ("sample.py", "import gpt_silu as model", "gpt_silu.py"),
+    ("train.py", "if True:\n    from silu import *", "silu/__init__.py"),
+])
+def test_the_module_counts_from_which_a_script_imports_its_gpt(tmp_path, script, line, file):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    edit(tmp_path, *OTHERS["SiLU"]).rename(path)
+    edit(tmp_path, "", "") # it is not used
+    (tmp_path / script).write_text(f"import os\n{line}\n")
+    named = path.parent if path.stem == "__init__" else path
+    with pytest.raises(ValueError, match=f"^{named} is not nanoGPT's"):
+        model_source.find_source(tmp_path / "out/ckpt.pt")
+
+
+def test_a_default_of_n_head_counts_where_the_checkpoint_names_none(fork, sample, tmp_path):
+    path = fork("n_head: int = 12", "n_head: int = 2")
+    file = tmp_path / "out/ckpt.pt"
+    content = torch.load(file)
+    del content["model_args"]["n_head"]
+    torch.save(content, file)
+    assert sample().stdout == fork_text(path)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
