@@ -158,8 +158,17 @@ def module_files(folder: Path, modules: Iterable[str]) -> list[Path]:
     for module in dict.fromkeys(modules):
         place = folder.joinpath(*module.split("."))
         both = place / "__init__.py", Path(f"{place}.py")
-        files += [file for file in both if os.path.isfile(file)][:1]
+        files += [file for file in both if may_have_gpt(file)][:1]
     return files
+
+
+def may_have_gpt(file: Path) -> bool:
+    """Whether a file imports anything, or names a GPT, as far as its text says."""
+    if not os.path.isfile(file):
+        return False
+    with suppress(OSError):
+        return re.search(rb"import|GPT|coding", file.read_bytes()) is not None
+    return True
 
 
 # ---- what to do where no model is found

@@ -181,6 +181,7 @@ def test_a_model_py_counts_up_from_out_dir_and_in_a_clone(fork, sample, run_scri
     path = fork(*OTHERS["SiLU"])
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/train.py").write_text("from model import GPTConfig, GPT") # a copy
+    (tmp_path / "runs/model.py").write_text("NAME = 'no model'")
     shutil.copytree(tmp_path / "out", tmp_path / "runs/a/b")
     link = tmp_path.with_suffix(".link")
     link.symlink_to(tmp_path / "out")

@@ -80,6 +80,9 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
     (letters / "meta.pkl").unlink()
     linked = load(len(CHARS), here / "elsewhere" / "link", dataset="letters")
     assert linked.source == str(beside / "meta.pkl")
+    (here / "project" / "model.py").write_text("import torch")
+    nested = load(len(CHARS), out / "runs" / "one", dataset="letters")
+    assert nested.source == str(beside / "meta.pkl")
 
 
 def test_a_meta_pkl_that_differs_from_that_of_the_data_set_is_an_error_that_names_both(here):
