@@ -51,9 +51,9 @@ HUGGINGFACE_NAMES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-# An import of a GPT, whatever its module is called; or of a module that may have one.
-IMPORT_OF_GPT = re.compile(r"from \.*([\w.]+) import (?:.*GPT(?:Config)?\b|\*)"
-                           r"|import ([\w.]*(?:model|gpt)[\w.]*)")
+# The module from which a script imports a GPT, or all, or which may be one that has a GPT.
+IMPORT_OF_GPT = re.compile(r"^ *(?:from \.*(\w[\w.]*) import (?:.*GPT(?:Config)?\b|\*)"
+                           r"|import ([\w.]*(?:model|gpt)[\w.]*))", re.MULTILINE)
 WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 
 
@@ -144,30 +144,24 @@ def modules_with_gpt(folder: Path) -> list[str]:
     modules = []
     for script in "sample.py", "train.py":
         with suppress(*UNREADABLE): # Python cannot run it either
-            for node in ast.walk(parse_python(folder / script)):
-                is_import = isinstance(node, ast.Import | ast.ImportFrom)
-                match = is_import and IMPORT_OF_GPT.match(ast.unparse(node))
-                if match:
-                    modules.append(match[1] or match[2])
+            text = ast.unparse(parse_python(folder / script)) # each statement in a line
+            modules += map("".join, IMPORT_OF_GPT.findall(text))
     return modules
 
 
 def module_files(folder: Path, modules: Iterable[str]) -> list[Path]:
-    """The files of those of these modules that lie in a folder: a package comes before a file."""
+    """The files of these modules in a folder that may have a GPT."""
     files = []
     for module in dict.fromkeys(modules):
-        place = folder.joinpath(*module.split("."))
-        both = place / "__init__.py", Path(f"{place}.py")
-        files += [file for file in both if may_have_gpt(file)][:1]
+        place = folder / module.replace(".", "/")
+        files += filter(may_have_gpt, (place / "__init__.py", place.with_suffix(".py")))
     return files
 
 
 def may_have_gpt(file: Path) -> bool:
     """Whether a file imports anything, or names a GPT, as far as its text says."""
-    if not os.path.isfile(file):
-        return False
-    with suppress(OSError):
-        return re.search(rb"import|GPT|coding", file.read_bytes()) is not None
+    with suppress(OSError): # read_source says so
+        return os.path.isfile(file) and bool(re.search(rb"import|GPT|coding", file.read_bytes()))
     return True
 
 

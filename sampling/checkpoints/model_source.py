@@ -1,10 +1,9 @@
 """Reads a model.py as data, without running it: is its GPT nanoGPT's own?
 
 nanoGPT is there to be edited, and an edit that adds no tensor leaves no trace in a ckpt.pt. So the
-model.py near a checkpoint is parsed. It may contain what cannot change the model: imports of
-torch, numpy and the standard library, constants, definitions that do nothing when they are made,
-and nanoGPT's units, the functions and classes that decide the logits, in one of its versions since
-2023-01-27. Anything else is a difference.
+model.py near it may contain nanoGPT's units, the functions and classes that decide the logits, in a
+version since 2023-01-27, and what cannot change them: imports of torch, numpy and Python's own
+modules, constants, and definitions that do nothing when they are made. All else is a difference.
 """
 import ast
 import builtins
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from sampling import model as this_model
-from sampling.checkpoints import finding
 from sampling.checkpoints.untrusted_files import UNREADABLE, parse_python
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,7 @@ KNOWN = {
     "GPT.init_weights": "433141da",
     "GPT.get_num_params": "c0e48713",
     "GPT.forward": "ed71f75e f0a420f8 a054596a",
-    "GPTConfig": "6fe92b15", # what its body has besides FIELDS
+    "GPTConfig": "6fe92b15", # what its body has besides FIELD
     "Block": "a50d843b ddb391eb 77f68195 d968b919 b2834907",
     "CausalSelfAttention":
         "c71290d8 df9218ca a1bb4dad cb6caeb6 c4f29147 74755b6c 00d97994 6e73700c",
@@ -65,7 +63,6 @@ DECORATORS = {"classmethod", "staticmethod", "torch.no_grad()", "torch.inference
 INERT = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Pass, ast.arguments, ast.arg, ast.Constant,
          ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Dict, ast.UnaryOp, ast.unaryop,
          ast.BinOp, ast.operator, ast.Load)
-SKIPPED = {"ctx", "kind", "type_comment"} # fields of syntax trees
 
 
 class ModelSource(NamedTuple):
@@ -93,9 +90,6 @@ class ModelSource(NamedTuple):
                 f"which runs it; if with nanoGPT's own, pass --model_file={NANOGPT}")
 
 
-UNEDITED = ModelSource(Path(NANOGPT), [], {}) # nanoGPT's newest
-
-
 def require_unedited() -> None:
     """Raises ValueError if this project's model.py was edited: not all backends would follow."""
     path = this_model.__file__
@@ -103,23 +97,6 @@ def require_unedited() -> None:
         raise ValueError(f"{path}, the model.py of this project, was edited: restore it (git "
                          "checkout model.py), or, for a ckpt.pt, pass "
                          f"--model_file={quote(path)}, which runs it")
-
-
-def find_source(checkpoint: Path) -> ModelSource:
-    """The model.py that belongs to a ckpt.pt; nanoGPT's newest, if none lies near it. Raises
-    ValueError if it is edited.
-    """
-    sources = []
-    for folder, files in finding.code_folders(checkpoint).items():
-        sources += [read_source(file, folder) for file in files]
-    for source in sources:
-        source.reject(source.differences)
-    source, *_ = [*sources, UNEDITED]
-    source.warn_of_generate()
-    if "gelu" in source.defaults:
-        logger.info(f"{source.path} is nanoGPT's from before June 2023: using its GELU, the tanh "
-                    "form")
-    return source
 
 
 def read_source(path: Path, root: Path | None = None) -> ModelSource:
@@ -155,8 +132,7 @@ def compare(path: Path, body: list[ast.stmt], modules: set[str]) -> ModelSource:
                 differences += edited_units(name, value)
             elif not is_inert(value, bound):
                 differences.append(f"line {value.lineno}")
-    if "GPT" not in bound:
-        differences.append("GPT")
+    differences += {"GPT"} - bound.keys()
     attention, config, gpt, mlp = map(bound.get, ("CausalSelfAttention", "GPTConfig", "GPT", "MLP"))
     defaults = {}
     for part in getattr(config, "body", []):
@@ -268,9 +244,10 @@ def canonical(part: Any) -> str:
     if not isinstance(part, ast.AST):
         return repr(part)
     text = type(part).__name__
+    skipped = "ctx", "kind", "type_comment"
     for name, value in ast.iter_fields(part):
         is_annotation = name in ("annotation", "returns") and value and is_inert(value, {})
         shown = canonical(value)
-        if shown not in ("None", "[]") and not is_annotation and name not in SKIPPED:
+        if shown not in ("None", "[]") and not is_annotation and name not in skipped:
             text += f" {name}={shown}"
     return f"({text})"

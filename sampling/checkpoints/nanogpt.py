@@ -14,7 +14,12 @@ from torch import Tensor
 
 from sampling.checkpoints import build, finding
 from sampling.checkpoints.huggingface import load_huggingface
-from sampling.checkpoints.model_source import NANOGPT, UNEDITED, find_source, require_unedited
+from sampling.checkpoints.model_source import (
+    NANOGPT,
+    ModelSource,
+    read_source,
+    require_unedited,
+)
 from sampling.checkpoints.own_model import load_own_model
 from sampling.checkpoints.pickles import StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
@@ -27,6 +32,7 @@ from sampling.checkpoints.untrusted_files import (
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
+UNEDITED = ModelSource(Path(NANOGPT), [], {}) # nanoGPT's newest
 # All fields of build-nanogpt's GPTConfig.
 SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
 # Fields of forks that may be on and change nothing when a trained model samples.
@@ -71,10 +77,29 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
     else:
         model_args, tensors, facts, crc = read_complete([path], read_own)
         model_path = Path(os.path.abspath(model_file))
+        if model_path.is_dir() and not (model_path / "__init__.py").exists(): # no package
+            model_path /= "model.py"
         fields = facts | load_own_model(model_path, model_args, tensors, crc)
     checkpoint = build.Checkpoint(path=str(path), folder=path.parent, **fields)
     logger.info(checkpoint.describe())
     return checkpoint
+
+
+def find_source(checkpoint: Path) -> ModelSource:
+    """The model.py that belongs to a ckpt.pt; nanoGPT's newest, if none lies near it. Raises
+    ValueError if it is edited.
+    """
+    sources = []
+    for folder, files in finding.code_folders(checkpoint).items():
+        sources += [read_source(file, folder) for file in files]
+    for source in sources:
+        source.reject(source.differences)
+    source, *_ = [*sources, UNEDITED]
+    source.warn_of_generate()
+    if "gelu" in source.defaults:
+        logger.info(f"{source.path} is nanoGPT's from before June 2023: using its GELU, the tanh "
+                    "form")
+    return source
 
 
 def read_gpt(file: BinaryIO, defaults: dict, dtype: torch.dtype) -> dict:

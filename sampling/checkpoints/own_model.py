@@ -77,8 +77,6 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
     Returns the fields config, state_dict, crc32 (of crc, the checkpoint's, and of all source),
     num_init_draws and own_model of a Checkpoint. Raises ValueError with the file and its line.
     """
-    if path.is_dir() and not (path / "__init__.py").exists(): # no package
-        path /= "model.py"
     if not path.exists():
         raise FileNotFoundError(f"there is no model_file {path}")
     if not (path.is_file() or path.is_dir()): # reading a device or a pipe may never end

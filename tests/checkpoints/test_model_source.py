@@ -11,6 +11,7 @@ from forks import EQUAL, FORWARD, HARMLESS, OTHERS, OURS, edit, fork_text
 from models import make_gpt, save_checkpoint
 from project import PROJECT
 from sampling.checkpoints import model_source
+from sampling.checkpoints.nanogpt import find_source
 from script_process import run_python
 
 NANOGPT = "--model_file=nanogpt"
@@ -217,7 +218,7 @@ def test_the_module_counts_from_which_a_script_imports_its_gpt(tmp_path, script,
     (tmp_path / script).write_text(f"import os\n{line}\n")
     named = path.parent if path.stem == "__init__" else path
     with pytest.raises(ValueError, match=f"^{named} is not nanoGPT's"):
-        model_source.find_source(tmp_path / "out/ckpt.pt")
+        find_source(tmp_path / "out/ckpt.pt")
 
 
 def test_a_default_of_n_head_counts_where_the_checkpoint_names_none(fork, sample, tmp_path):
