@@ -90,24 +90,16 @@ watch = False # whenever train.py saves a new ckpt.pt, sample from it too; Ctrl-
 
 
 def main():
-    """Sample from a model, or in a session."""
+    """Generate samples of all prompts, or score these; print and save each. Or run a session."""
     params = choose_params(globals())
     if interactive:
         from sampling.repl import run_repl
         return run_repl(load_gpt, params, start)
-    run(params, OutputFiles(out_file, html_file, start, overwrite))
-
-
-def run(params, files):
-    """Generate samples of all prompts, or score these; print and save each."""
+    files = OutputFiles(out_file, html_file, start, overwrite)
     prompts = read_prompts(start, watch)
-    samples_per_prompt = 1 if score else num_samples
-    num_total = None # the prompts come from a pipe
-    if isinstance(prompts, list):
-        num_total = len(prompts) * samples_per_prompt
-    for gpt in load_saves(out_dir, lambda: load_gpt(num_total)) if watch else [load_gpt(num_total)]:
-        samples = make_samples(prompts, gpt.tokenizer, samples_per_prompt, is_score=score)
-        outputs = Outputs(globals(), files, gpt, num_total)
+    for gpt in load_saves(out_dir, load_gpt) if watch else [load_gpt()]:
+        samples = make_samples(prompts, gpt.tokenizer, num_samples, is_score=score)
+        outputs = Outputs(globals(), files, gpt, prompts)
         new = outputs.resume(samples)
         updates = run_on_all(gpt, new, params=params, batch_size=batch_size, stream=outputs.streams)
         for sample, pieces in updates:
@@ -116,16 +108,15 @@ def run(params, files):
         gpt = None # the memory must be free before the next model is loaded
 
 
-def load_gpt(num_total=None):
-    """The model with its tokenizer, on its device. num_total: of samples; None: unknown."""
-    from sampling.backends.prepare import count_steps  # torch takes a second
+def load_gpt():
+    """The model with its tokenizer, on its device."""
+    from sampling.backends.prepare import is_short_run  # torch takes a second
     from sampling.text_generator import load_model
     is_gpt2 = init_from != 'resume' # otherwise it is the ckpt.pt that train.py wrote
     name = init_from if is_gpt2 else out_dir
     # The tokenizer: without a setting, a meta.pkl, or an encoding of tiktoken such as GPT-2's.
     options = ModelOptions(device, dtype, tokenizer, model_file, compile, cuda_graphs, draft)
-    num_steps = 0 if score else count_steps(num_total, max_new_tokens, batch_size)
-    return load_model(name, is_gpt2, options, num_steps)
+    return load_model(name, is_gpt2, options, is_short_run(globals()))
 
 
 def command(owns_process=True):

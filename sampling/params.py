@@ -240,13 +240,15 @@ class ScoringParams:
 
 
 def complete_settings(settings: Settings) -> dict[str, Any]:
-    """The final form of checked settings: with expanded paths, a seed that is a number, and the
-    log-probabilities that the page needs.
+    """The final form of checked settings: with expanded paths, a seed that is a number, one score
+    for each prompt, and the log-probabilities that the page needs.
     """
     complete = dict(settings)
     for name in PATHS: # start has its own: see parse_start
         complete[name] = expand_home(settings[name])
     complete["seed"] = choose_seed(settings["seed"])
+    if settings["score"]:
+        complete["num_samples"] = 1
     if settings["html_file"]:
         complete["logprobs"] = max(NUM_ALTERNATIVES, settings["logprobs"] or 0)
     return complete

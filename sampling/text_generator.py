@@ -174,10 +174,10 @@ class TextGenerator:
 
 
 def load_model(name: str, is_huggingface: bool, options: ModelOptions,
-               num_steps: int | None = None) -> TextGenerator:
+               is_short: bool = False) -> TextGenerator:
     """Load the ckpt.pt of this name, or a model of Hugging Face, with its tokenizer.
 
-    num_steps: see count_steps. Raises ValueError or OSError if there is no such model, or if it
+    is_short: see is_short_run. Raises ValueError or OSError if there is no such model, or if it
     cannot be used here.
     """
     is_nanogpts = options.model_file not in (None, NANOGPT)
@@ -193,6 +193,6 @@ def load_model(name: str, is_huggingface: bool, options: ModelOptions,
             else:
                 checkpoint = load_nanogpt(name, dtype, options.model_file)
             tokenizer = load_tokenizer(checkpoint, options.tokenizer)
-        backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
+        backend = prepare_backend(checkpoint, device, dtype, options, is_short)
     logger.info(backend.describe())
     return TextGenerator(checkpoint, tokenizer, backend)

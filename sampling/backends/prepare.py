@@ -11,8 +11,9 @@ from torch import nn
 from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, OwnBackend
 from sampling.checkpoints.build import Checkpoint, build_gpt
+from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.model import GPT
-from sampling.params import ModelOptions
+from sampling.params import ModelOptions, Settings
 
 logger = logging.getLogger(__name__)
 MIN_KERNEL_STEPS = 50 # loading the kernels takes as long as some steps
@@ -84,11 +85,10 @@ def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> 
 
 
 def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
-                    options: ModelOptions, num_steps: int | None = None) -> Backend:
+                    options: ModelOptions, is_short: bool = False) -> Backend:
     """The fastest backend for a model. It uses the weights of the checkpoint: each needs its own.
 
-    dtype may be torch.int8 on a CPU, without compile. num_steps: see count_steps; None: unknown, or
-    many.
+    dtype may be torch.int8 on a CPU, without compile. is_short: see is_short_run.
     """
     if device.type == "cuda" and device.index is not None:
         # Otherwise graphs, and memory for libraries, would be on GPU 0.
@@ -100,8 +100,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     config = checkpoint.config
     is_int8 = dtype == torch.int8
     is_cpu = device.type == "cpu" and not options.compile
-    is_long = num_steps is None or num_steps >= MIN_KERNEL_STEPS
-    wants_kernels = is_cpu and (is_int8 or (dtype == torch.float32 and is_long))
+    wants_kernels = is_cpu and (is_int8 or (dtype == torch.float32 and not is_short))
     # A tied head counts once.
     num_params = sum(math.prod(weight.shape) for weight in set(checkpoint.state_dict.values()))
     if checkpoint.own_model:
@@ -134,14 +133,15 @@ def warm_up(backend: Backend) -> None:
     jit.load(calls | kernels.example_calls())
 
 
-def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | None) -> int | None:
-    """How many steps a run takes in full batches; None if the number of its samples is unknown.
-
-    The processes that torchrun started do not know theirs, so that all choose the same backend.
+def is_short_run(settings: Settings) -> bool:
+    """Whether a run of sample.py is over before the kernels would be loaded. It depends on nothing
+    else, so that all of torchrun's processes choose the same backend.
     """
-    if num_samples is None or process.world_size() > 1:
-        return None
-    return -(-num_samples // (batch_size or Backend.max_rows)) * max_new_tokens
+    batch_size = settings["batch_size"] or Backend.max_rows
+    num_steps = math.ceil(settings["num_samples"] / batch_size) * settings["max_new_tokens"]
+    has_one_prompt = parse_start(settings["start"])[0] not in MULTI_KINDS
+    is_few = num_steps < MIN_KERNEL_STEPS and has_one_prompt and not settings["interactive"]
+    return is_few or settings["score"]
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

@@ -14,7 +14,7 @@ from sampling.outputs.lines_file import PAGE, LinesFile, open_output
 from sampling.outputs.printer import RULE, LinePrinter, Printer, Progress
 from sampling.params import Settings, is_same_file
 from sampling.process import END_SIGNALS, peak_memory
-from sampling.samples import Piece, Result, Score
+from sampling.samples import Piece, Prompt, Result, Score
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
@@ -112,14 +112,14 @@ class OutputFiles:
 
 
 class Outputs:
-    """Saves the samples of a model, and shows them.
+    """Saves the samples of a model, or the scores, and shows them.
 
-    num_total: how many there will be; None if unknown.
+    prompts: theirs; an iterator if their number is unknown.
     """
     error: ValueError | None = None # see resume
 
     def __init__(self, settings: Settings, files: OutputFiles, gpt: "TextGenerator",
-                 num_total: int | None):
+                 prompts: list[Prompt] | Iterator[Prompt]):
         self.watch = settings["watch"]
         self.files = files
         self.device = gpt.backend.device
@@ -138,6 +138,9 @@ class Outputs:
         if not self.streams or (settings["score"] and not settings["show_probs"]):
             bar = start_progress_bar()
         max_new_tokens = None if settings["score"] else settings["max_new_tokens"]
+        num_total = None
+        if isinstance(prompts, list):
+            num_total = len(prompts) * settings["num_samples"]
         self.progress = Progress(num_total, max_new_tokens, bar)
 
     def resume(self, samples: Iterator[Result]) -> Iterator[Result]:

@@ -11,12 +11,13 @@ from torch.torch_version import TorchVersion
 
 from engines import ON_GPU, decode, expected_ids, without_facts
 from models import as_checkpoint, make_gpt, random_prompt
+from pages import DEFAULTS
 from project import SCRIPT
 from sampling.backends import prepare
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import choose_device, choose_dtype, count_steps
+from sampling.backends.prepare import choose_device, choose_dtype, is_short_run
 from sampling.model import GPT
 from sampling.params import ModelOptions
 from script_process import run_python
@@ -26,35 +27,38 @@ GPU = torch.device("cuda", 1)
 PROMPTS = random_prompt(5, 2).tolist()
 
 
-def prepare_backend(device=CPU, num_steps=None, dtype=torch.float32, **options):
+def prepare_backend(device=CPU, is_short=False, dtype=torch.float32, **options):
     """The backend for a small model."""
     checkpoint = as_checkpoint(make_gpt())
-    return prepare.prepare_backend(checkpoint, device, dtype, ModelOptions(**options), num_steps)
+    return prepare.prepare_backend(checkpoint, device, dtype, ModelOptions(**options), is_short)
 
 
-@pytest.mark.parametrize("dtype, options, num_steps, expected", [
-    (torch.float32, {}, 50, CPUBackend),
-    (torch.float32, {}, None, CPUBackend),
-    (torch.float32, {}, 49, EagerBackend), # loading the kernels would take longer
-    (torch.int8, {}, 1, CPUBackend),
-    (torch.bfloat16, {}, None, EagerBackend),
-    (torch.float32, {"compile": True}, None, EagerBackend),
+@pytest.mark.parametrize("dtype, options, is_short, expected", [
+    (torch.float32, {}, False, CPUBackend),
+    (torch.float32, {}, True, EagerBackend), # loading the kernels would take longer
+    (torch.int8, {}, True, CPUBackend),
+    (torch.bfloat16, {}, False, EagerBackend),
+    (torch.float32, {"compile": True}, False, EagerBackend),
 ])
 def test_a_cpu_gets_the_kernels_in_float32_and_int8_unless_the_run_is_short(
-        dtype, options, num_steps, expected):
-    backend = prepare_backend(CPU, num_steps, dtype, **options)
+        dtype, options, is_short, expected):
+    backend = prepare_backend(CPU, is_short, dtype, **options)
     assert type(backend) is expected
     assert backend.device == CPU
 
 
-@pytest.mark.parametrize("num_samples, batch_size, num_processes, expected", [
-    (65, None, 1, 1000), (8, 4, 1, 1000), (None, 4, 1, None),
-    (8, 4, 2, None), # all choose the same backend
+@pytest.mark.parametrize("settings, expected", [
+    (dict(max_new_tokens=49, num_samples=64), True), # 49 steps of a full batch
+    (dict(max_new_tokens=50), False),
+    (dict(max_new_tokens=49, num_samples=65), False),
+    (dict(max_new_tokens=20, num_samples=8, batch_size=4), True),
+    (dict(max_new_tokens=20, num_samples=9, batch_size=4), False),
+    (dict(max_new_tokens=5, start="LINES:prompts.txt"), False), # of any number
+    (dict(max_new_tokens=5, interactive=True), False),
+    (dict(score=True), True), # it takes no steps
 ])
-def test_the_steps_of_a_run_are_those_of_full_batches(
-        num_samples, batch_size, num_processes, expected, monkeypatch):
-    monkeypatch.setattr(prepare.process, "world_size", lambda: num_processes)
-    assert count_steps(num_samples, 500, batch_size) == expected
+def test_a_run_is_short_if_its_steps_in_full_batches_are_few(settings, expected):
+    assert is_short_run(DEFAULTS | settings) == expected
 
 
 @pytest.mark.parametrize("variable, value, reason", [

@@ -37,7 +37,7 @@ def generate(started, count, gpt=None, num_finished=99):
     Returns the Outputs.
     """
     samples = (Sample(index, Prompt("O"), [79]) for index in range(count))
-    outputs = Outputs(*started, gpt or model_of(), count)
+    outputs = Outputs(*started, gpt or model_of(), iter([]))
     for sample in outputs.resume(samples):
         if not sample.already_saved and sample.index < num_finished:
             sample.tokens = make_tokens(sample.index + 1)
@@ -356,7 +356,7 @@ def test_a_progress_bar_disturbs_no_text_that_streams_to_a_terminal(
         start, monkeypatch, settings, is_terminal, has_bar):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
-    outputs = Outputs(*start(html_file=None, **settings), model_of(), 1)
+    outputs = Outputs(*start(html_file=None, **settings), model_of(), [])
     outputs.finish() # which closes the bar
     assert (outputs.progress.bar is not None) == has_bar
 
