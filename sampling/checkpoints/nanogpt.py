@@ -14,12 +14,7 @@ from torch import Tensor
 
 from sampling.checkpoints import build, finding
 from sampling.checkpoints.huggingface import load_huggingface
-from sampling.checkpoints.model_source import (
-    NANOGPT,
-    ModelSource,
-    read_source,
-    require_unedited,
-)
+from sampling.checkpoints.model_source import NANOGPT, ModelSource, read_source
 from sampling.checkpoints.own_model import load_own_model
 from sampling.checkpoints.pickles import StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
@@ -69,7 +64,6 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
                          f"folder of that name: for that, pass --model_file=./{NANOGPT}; for "
                          "nanoGPT's own, start in another folder")
     if model_file in (None, NANOGPT):
-        require_unedited()
         source = UNEDITED if model_file else find_source(path)
         fields = read_complete([path], lambda file: read_gpt(file, source.defaults, dtype))
         if source.drops_while_sampling and fields["config"].dropout:
