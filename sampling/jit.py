@@ -4,9 +4,10 @@ A kernel is a function that parallel has compiled.
 """
 import logging
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ OPTIONS = dict(nogil=True, error_model="numpy")
 # Multiply-adds: a thread that has fewer takes longer to start than it saves.
 WORK_PER_THREAD = 32_000
 SECONDS_PER_KERNEL = 3 # that a core takes to compile one
+CACHE_BYTES = 2**22 # more than all kernels take
 
 # One of numba's threading layers serves one thread at a time. A signal handler, which Python calls
 # between two kernels, may run kernels in the thread that has the lock.
@@ -64,18 +66,17 @@ class Announcement(event.Listener):
     is_made = False
 
     def __init__(self, kernels: Collection[Kernel]):
-        self.seconds = SECONDS_PER_KERNEL * len(kernels)
-        self.is_saved = all(kernel.stats.cache_path for kernel in kernels)
+        self.kernels = kernels
 
     def on_start(self, _: event.Event) -> None:
         if self.is_made: # for a kernel that calls this one
             return
         self.is_made = True
+        seconds = SECONDS_PER_KERNEL * len(self.kernels)
         when = "in the first run only"
-        if not self.is_saved:
-            when = ("in every run, because they can be saved neither in the folder of this program "
-                    "nor in the user's cache: set NUMBA_CACHE_DIR to a folder that can be written")
-        logger.info(f"compiling kernels for this processor, about {self.seconds} seconds, {when}")
+        if reason := why_unsaved(self.kernels):
+            when = f"in every run, because {reason}: set NUMBA_CACHE_DIR to another folder"
+        logger.info(f"compiling kernels for this processor, about {seconds} seconds, {when}")
 
     def on_end(self, _: event.Event) -> None:
         """Nothing is said when they are compiled."""
@@ -121,6 +122,18 @@ def load_kernel(kernel: Kernel, arguments: tuple) -> None:
                 raise
             for path in Path(folder).glob("*.nbi"):
                 path.unlink(missing_ok=True)
+
+
+def why_unsaved(kernels: Iterable[Kernel]) -> str:
+    """Why these kernels cannot be saved; '' if nothing is known against it."""
+    for kernel in kernels:
+        folder = kernel.stats.cache_path
+        if not folder:
+            return "neither the folder of this program nor the user's cache can be written"
+        with suppress(OSError): # numba will create it
+            if shutil.disk_usage(folder).free < CACHE_BYTES:
+                return f"no space is left in {config.CACHE_DIR or folder}"
+    return ""
 
 
 def start_python(statement: str) -> subprocess.Popen:

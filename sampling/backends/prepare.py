@@ -147,10 +147,12 @@ def warm_up(backend: Backend) -> None:
     from sampling.backends.cpu import example_calls
     from sampling.sampler import kernels
     calls = example_calls(backend.dtype_name)
-    if process.owns_process and torch.get_num_threads() > 1:
+    sampler_calls = kernels.example_calls()
+    has_two_cores = process.owns_process and torch.get_num_threads() > 1
+    if has_two_cores and not jit.why_unsaved(sampler_calls):
         jit.load(calls, meanwhile=LOAD_SAMPLER)
         calls = {}
-    jit.load(calls | kernels.example_calls())
+    jit.load(calls | sampler_calls)
 
 
 def is_short_run(settings: Settings) -> bool:
