@@ -1,57 +1,24 @@
 """Helpers for tests of hostile files. Loading one must run no code, take bounded memory, and print
 one error line.
 
-Each attack is loaded in a process of its own, which may take 20 seconds, and 600 MB more than a
-valid small file. This file is also the script that starts these processes: after it has imported
-all modules, it forks one for each folder that standard input names. It prints the exit status and
-the peak memory in MB.
+Each attack is loaded in a process of its own, attacked.py, which may take 20 seconds, and 600 MB
+more than a valid small file.
 """
-import copyreg
 import io
-import logging
 import os
 import pickle
 import re
-import resource
-import signal
-import sys
 import zipfile
-from subprocess import PIPE, Popen
 
 import pytest
 
 from models import make_gpt, save_checkpoint, save_meta
 from project import PROJECT
-from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.huggingface import load_huggingface
-from sampling.checkpoints.nanogpt import load_nanogpt
-from sampling.inputs.tokenizer_choice import load_tokenizer
-from sampling.outputs.console import report_user_errors, setup_console
-from script_process import OFFLINE
+from script_process import start_script
 
+ATTACKED = PROJECT / "tests" / "attacked.py"
 MAX_MB = 600
-MAX_SECONDS = 20
-MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
 CONTROL_CHARS = re.compile("[\x00-\x1f\x7f-\x9f]") # which can move the cursor
-
-
-def load(folder):
-    """Load the model in folder/out: a ckpt.pt, or else Hugging Face's. Write errors to a file."""
-    os.chdir(folder)
-    sys.path.insert(0, ".")
-    os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS)) # of processor time
-    signal.alarm(10 * MAX_SECONDS) # also if it only waits
-    setup_console()
-    logging.getLogger("sampling").setLevel(logging.ERROR)
-    with report_user_errors():
-        load_model = load_huggingface
-        if os.path.lexists("out/ckpt.pt"):
-            load_model = load_nanogpt
-        checkpoint = load_model("out")
-        build_gpt(checkpoint)
-        load_tokenizer(checkpoint)
 
 
 @pytest.fixture(scope="session")
@@ -61,14 +28,11 @@ def attack(tiktoken_cache, tmp_path_factory, valid_checkpoint):
     Asserts that it prints one error line with this message, stays within the limits, and runs no
     code.
     """
-    env = {**os.environ, **OFFLINE, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache),
-           "PYTHONPATH": str(PROJECT)}
-    process = Popen([sys.executable, __file__], env=env, text=True, stdin=PIPE, stdout=PIPE)
-
     def run(folder):
-        print(folder, file=process.stdin, flush=True)
-        status, peak = map(int, process.stdout.readline().split())
-        return status, (folder / "stderr").read_text(errors="replace"), peak
+        process = start_script(script=ATTACKED, cwd=folder,
+                               env={"TIKTOKEN_CACHE_DIR": tiktoken_cache})
+        _, stderr = process.communicate()
+        return process.returncode, stderr.decode(errors="replace"), process.peak
 
     def check(folder, message=""):
         status, stderr, peak = run(folder)
@@ -81,13 +45,13 @@ def attack(tiktoken_cache, tmp_path_factory, valid_checkpoint):
         assert "out" in line
         assert not CONTROL_CHARS.search(line)
         assert len(line) < 3000
+        return line
 
     valid = tmp_path_factory.mktemp("valid")
     write_attack("nothing", value(0), valid, valid_checkpoint)
     *result, valid_peak = run(valid)
     assert result == [0, ""]
-    yield check
-    process.communicate()
+    return check
 
 
 # ---- files
@@ -171,15 +135,3 @@ def tensor(size, stride=None, offset=0, key="0", kind="torch FloatStorage"):
     storage = b"(" + b"".join(map(value, parts)) + b"tQ"
     hooks = call("collections OrderedDict")
     return call("torch._utils _rebuild_tensor_v2", storage, offset, size, stride, False, hooks)
-
-
-if __name__ == "__main__":
-    copyreg.add_extension("os", "mkdir", 0x12) # for attacks by EXT1
-    pickle.loads(b"\x82\x12.") # pickle now knows this code without asking for the name
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            load(line.rstrip("\n"))
-            os._exit(0) # sys.exit would take a second to free what was imported
-        _, status, used = os.wait4(child, 0)
-        print(os.waitstatus_to_exitcode(status), used.ru_maxrss // 1024, flush=True)

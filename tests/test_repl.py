@@ -9,8 +9,8 @@ from subprocess import DEVNULL
 import pytest
 
 from models import make_gpt, save_checkpoint, save_meta, save_repeating
-from project import RULE
-from script_process import CLOSED, start_script
+from project import RULE, SCRIPT
+from script_process import CLOSED, start_python
 from terminal import Terminal
 
 SESSION = "--interactive", "--device=cpu", "--max_new_tokens=30"
@@ -242,7 +242,7 @@ def test_a_session_needs_both_streams_and_no_number_of_samples(reply, char_check
     assert reply("", "--num_samples=2").stderr.startswith(message)
     assert reply("The ", "--num_samples=1").stdout.count(END) == 1
     run = f"--out_dir={char_checkpoint}", *SESSION
-    process = start_script(*run, stdin=DEVNULL, stdout=CLOSED)
+    process = start_python(SCRIPT, *run, stdin=DEVNULL, stdout=CLOSED)
     _, messages = process.communicate()
     assert process.returncode == 1
     assert b"error: interactive=True needs standard input and standard output" in messages

@@ -10,17 +10,15 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 
 import sampling
 from hf_tokenizers import gpt2_tokenizer_json, save_tokenizer
 from models import cached_snapshot, make_gpt, make_transformers_gpt2, save_checkpoint
-from project import SCRIPT
 from sampling.checkpoints.finding import HUGGINGFACE_NAMES
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.model import GPT
-from script_process import run_python
+from script_process import run_forked
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -139,6 +137,12 @@ LINES = { # what a line must say
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_gives_the_text_of_transformers(name, tmp_path, messages):
+    from transformers import (  # it takes seconds
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        set_seed,
+    )
     size = save_tokenizer("byte-level", tmp_path)
     model = make_transformers_gpt2(vocab_size=size + 8, n_head=4)
     for weight_name, weight in model.named_parameters():
@@ -310,8 +314,8 @@ def hub(tmp_path):
 
 
 def run_online(*arguments, **options):
-    """Run sample.py as a new process, because the hub's variables are read on loading."""
-    return run_python(SCRIPT, *arguments, status=None, **options)
+    """Run sample.py in a process of its own, because the hub's variables are read on loading."""
+    return run_forked(*arguments, status=None, **options)
 
 
 def write_json(path, content):

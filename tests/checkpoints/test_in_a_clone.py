@@ -7,8 +7,8 @@ import pytest
 
 from forks import save_fork
 from models import save_meta
-from project import SCRIPT, nanogpt_folder
-from script_process import run_python
+from project import nanogpt_folder
+from script_process import run_forked, run_python
 
 FLAGS = ("--out_dir=out", "--device=cpu", "--num_samples=2", "--max_new_tokens=25", "--top_k=20",
          "--start=The ")
@@ -27,7 +27,7 @@ def clone(tmp_path):
 
 def test_the_first_command_prints_what_nanogpts_own_script_prints(clone):
     theirs = run_python("sample.py", *FLAGS, "--dtype=float32", cwd=clone)
-    ours = run_python(SCRIPT, *FLAGS, cwd=clone)
+    ours = run_forked(*FLAGS, cwd=clone)
     print(theirs.stderr, theirs.stdout)
     assert theirs.stdout.endswith(ours.stdout)
     assert "from before June 2023: using its GELU, the tanh form" in ours.stderr

@@ -2,10 +2,14 @@
 import random
 
 import pytest
-from transformers import AutoTokenizer
 
 from hf_tokenizers import MAKE, random_texts, save_tokenizer, write_json
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
+
+
+def load_theirs(folder):
+    from transformers import AutoTokenizer  # it takes seconds
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def load(folder, vocab_size=10**6):
@@ -37,7 +41,7 @@ def decode(tokenizer, ids, prompt_ids=()):
 
 
 def assert_same_as_transformers(folder):
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs = load_theirs(folder)
     ours = load(folder)
     for text in random_texts("files", 100):
         text = "a" + text
@@ -47,7 +51,7 @@ def assert_same_as_transformers(folder):
 @pytest.mark.parametrize("kind", MAKE)
 def test_texts_and_ids_are_those_of_transformers(kind, tmp_path):
     save_tokenizer(kind, tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = load_theirs(tmp_path)
     ours = load(tmp_path)
     rng = random.Random(300)
     for text in random_texts("texts", 300):

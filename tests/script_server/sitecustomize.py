@@ -1,0 +1,82 @@
+"""Python imports this file at its start, where this folder is on PYTHONPATH. It is then a server
+that forks itself for each start of sample.py, which saves the import of torch.
+
+A fork returns from here and goes on as Python does, to the script of its command, sample.py; other
+scripts run here. See start_script for the other end of the connection. The server must not load a
+model, nor start a thread: neither survives a fork.
+"""
+import fcntl
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import termios
+
+SCRIPT = sys.argv[0]
+
+
+def serve(connection):
+    """Fork for each start, until the connection is closed. Returns in the started process."""
+    running = {} # a descriptor that is readable when the process has ended: its id, its reports
+    while True:
+        ready, _, _ = select.select([connection, *running], [], [])
+        for ended in running.keys() & {*ready}:
+            report_end(ended, *running.pop(ended))
+        if connection not in ready:
+            continue
+        message, files, _, _ = socket.recv_fds(connection, 2**20, 4)
+        if not message:
+            for pid, _ in running.values():
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        *streams, reports = files
+        pid = os.fork()
+        if pid == 0:
+            for file in connection.detach(), reports, *running:
+                os.close(file)
+            return become(streams, **json.loads(message))
+        for file in streams:
+            os.close(file)
+        os.write(reports, str(pid).encode())
+        running[os.pidfd_open(pid)] = pid, reports
+
+
+def report_end(ended, pid, reports):
+    """Report the exit status, and the peak memory in MB."""
+    _, status, used = os.wait4(pid, 0)
+    os.write(reports, f"{os.waitstatus_to_exitcode(status)} {used.ru_maxrss // 1024}".encode())
+    os.close(reports)
+    os.close(ended)
+
+
+def become(streams, script, arguments, cwd, env, new_session):
+    """Let this process be one that was started with these standard streams."""
+    for number, file in enumerate(streams):
+        os.dup2(file, number)
+        os.close(file)
+    if new_session:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0) # this terminal sends Ctrl-C
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for name, mode, buffering in ("stdin", "r", -1), ("stdout", "w", -1), ("stderr", "w", 1):
+        old = getattr(sys, name)
+        setattr(sys, name, os.fdopen(old.fileno(), mode, buffering, old.encoding, old.errors,
+                                     closefd=False))
+    sys.argv[:] = script, *arguments
+    if script != SCRIPT:
+        runpy.run_path(script, run_name="__main__")
+        os._exit(0) # sys.exit would take a second to free what was imported
+
+
+sys.path[0] = os.path.dirname(SCRIPT) # instead of FOLDER
+import sampling.backends.cpu  # noqa: E402
+import sampling.sampler.kernels  # noqa: E402
+import sampling.text_generator  # noqa: E402, F401
+
+del sys.path[0] # Python inserts it
+serve(socket.socket(fileno=int(sys.argv[1])))
