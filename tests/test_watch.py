@@ -1,6 +1,8 @@
 """watch: a run that stays beside a training, and samples from each checkpoint that it saves."""
 import gc
 import json
+import os
+import re
 import signal
 import time
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from models import make_gpt, save_checkpoint
 from project import RULE
 from sampling import text_generator
 from sampling.backends.backend import Backend
-from sampling.checkpoints import finding
+from sampling.checkpoints import finding, untrusted_files
 from sampling.checkpoints.nanogpt import load_nanogpt
 from script_process import start_script
 
@@ -70,26 +72,39 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(
         wait_for("waiting")
 
 
-def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_once(tmp_path):
+def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_once(
+        run_script, tmp_path, monkeypatch):
+    """A clock that only runs while the script sleeps: each file is there for twelve seconds."""
     path = save_checkpoint(tmp_path / "out", make_gpt())
     content = path.read_bytes()
-    waiting = "; waiting for the next save of out/ckpt.pt\n"
-    path.write_bytes(content[:9999])
-    with watching(tmp_path) as wait_for:
-        wait_for(waiting) # after ten seconds
-        for garbage in b"", b"garbage", content[:20000]:
-            path.write_bytes(garbage)
-            time.sleep(1.5)
-        path.write_bytes(content)
-        wait_for("\nwaiting for the next save of out/ckpt.pt\n")
-        path.write_bytes(b"garbage")
-        wait_for("warning: cannot read out/ckpt.pt: it is not a checkpoint: neither torch.save nor "
-                 f"safetensors wrote it; pass the ckpt.pt of a training{waiting}")
-    messages = (tmp_path / "stderr").read_text()
-    # None, if the file is ten seconds old before the run looks at it.
-    assert messages.count("out/ckpt.pt is being written: waiting\n") <= 1, messages
-    assert messages.count(waiting) == 2, messages
-    assert (tmp_path / "stdout").read_text().count(RULE) == 2
+    contents = [content[:9999], b"", b"garbage", content[:20000], content, b"garbage"]
+    now = time.time()
+    end = now # of the latest file
+
+    def sleep(seconds):
+        nonlocal now, end
+        now += seconds
+        if now >= end:
+            if not contents:
+                raise KeyboardInterrupt
+            path.write_bytes(contents.pop(0))
+            os.utime(path, (now, now))
+            end = now + 12
+    clock = SimpleNamespace(sleep=sleep, time=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr(finding, "time", clock)
+    monkeypatch.setattr(untrusted_files, "time", clock)
+    sleep(0)
+    done = run_script(*WATCH, cwd=tmp_path)
+    waiting = "waiting for the next save of out/ckpt.pt\n"
+    assert done.returncode == 130
+    assert done.stdout.count(RULE) == 2
+    assert done.stderr.count("out/ckpt.pt is being written: waiting\n") == 1
+    stalled, after_samples, garbage = re.findall(f".*{waiting}", done.stderr)
+    assert "it is being written, and was never complete" in stalled
+    assert after_samples == waiting
+    assert garbage == (
+        "warning: cannot read out/ckpt.pt: it is not a checkpoint: neither torch.save nor "
+        f"safetensors wrote it; pass the ckpt.pt of a training; {waiting}")
 
 
 @pytest.mark.parametrize("flags, num_models", [

@@ -3,6 +3,7 @@
 Most tests run on a CPU, with Recordings instead of graphs. generation/test_engine.py compares the
 text of all settings.
 """
+import signal
 import threading
 import time
 import weakref
@@ -15,11 +16,9 @@ from torch.testing import assert_close
 
 from engines import ON_GPU, Recording, decode, expected_ids, record_graphs, without_facts
 from models import make_gpt, normal, random_prompt
-from project import PROJECT
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend, block_step
 from sampling.backends.prepare import cast_linears
-from script_process import run_python
 
 PROMPTS = random_prompt(5, 3).tolist()
 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it.
@@ -121,35 +120,24 @@ def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_logits(
     assert [*found] == [expected_ids(ids, STEPS) for ids in prompts]
 
 
-HANDLER = """
-import signal
-import pytest
-from engines import Recording, record_graphs
-from models import make_gpt
-from sampling.backends.cuda import CUDABackend
-from test_cuda import generates_the_right_text
-def handle(*_):
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    found.append(generates_the_right_text(backend, rows=1))
-def replay_after_signal(recording):
-    signal.raise_signal(signal.SIGUSR1)
-    replay(recording)
-record_graphs(pytest.MonkeyPatch())
-backend = CUDABackend(make_gpt())
-found = []
-replay = Recording.replay
-Recording.replay = replay_after_signal
-for num_handled in 1, 2: # while a graph is made, and while one is there
-    signal.signal(signal.SIGUSR1, handle)
-    assert generates_the_right_text(backend)
-    assert found == [True] * num_handled
-assert backend.has_graphs
-"""
+@pytest.mark.usefixtures("recordings")
+def test_a_signal_handler_may_sample_during_a_step(monkeypatch):
+    def handle(*_):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        found.append(generates_the_right_text(backend, rows=1))
 
-
-def test_a_signal_handler_may_sample_during_a_step():
-    path = f"{PROJECT}:{PROJECT}/tests:{PROJECT}/tests/backends"
-    run_python("-c", HANDLER, PYTHONPATH=path)
+    def replay_after_signal(recording):
+        signal.raise_signal(signal.SIGUSR1)
+        replay(recording)
+    backend = CUDABackend(make_gpt())
+    found = []
+    replay = Recording.replay
+    monkeypatch.setattr(Recording, "replay", replay_after_signal)
+    for num_handled in 1, 2: # while a graph is made, and while one is there
+        signal.signal(signal.SIGUSR1, handle)
+        assert generates_the_right_text(backend)
+        assert found == [True] * num_handled
+    assert backend.has_graphs
 
 
 # ---- graphs that compute something else

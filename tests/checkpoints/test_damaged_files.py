@@ -8,7 +8,6 @@ import os
 import random
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
-from threading import Timer
 
 import pytest
 import torch
@@ -117,6 +116,16 @@ def before_reading(monkeypatch):
     return install
 
 
+@pytest.fixture
+def while_waiting(monkeypatch):
+    """while_waiting(*actions) calls one action each time that a reader waits."""
+    def install(*actions):
+        actions = iter(actions)
+        monkeypatch.setattr(untrusted_files.time, "sleep", lambda seconds: next(actions)())
+        monkeypatch.setattr(untrusted_files, "MAX_WAIT", 1000) # on a busy machine
+    return install
+
+
 def test_a_file_that_is_never_complete_is_an_error_that_says_so(
         before_reading, tmp_path, monkeypatch, messages):
     monkeypatch.setattr(untrusted_files, "MAX_WAIT", 0.2)
@@ -129,28 +138,23 @@ def test_a_file_that_is_never_complete_is_an_error_that_says_so(
 
 
 @pytest.mark.parametrize("path", ["ckpt.pt", "model.safetensors"], indirect=True)
-def test_a_file_that_is_removed_and_completed_meanwhile_loads(path, messages):
+def test_a_file_that_is_removed_and_completed_meanwhile_loads(path, while_waiting, messages):
     content = path.read_bytes()
     path.write_bytes(content[:-100])
-    Timer(0.2, path.unlink).start()
-    Timer(0.4, path.write_bytes, [content]).start()
+    while_waiting(path.unlink, lambda: path.write_bytes(content))
     loaded = load_model(path)
     assert messages == [f"{path} is being written: waiting", loaded.describe()]
 
 
 @pytest.mark.parametrize("change", [lambda path: path.write_bytes(b""), os.utime])
 def test_a_file_that_changes_while_its_tensors_are_read_is_read_again(
-        change, before_reading, tmp_path, messages):
+        change, before_reading, while_waiting, tmp_path, messages):
     path = save_checkpoint(tmp_path, make_gpt())
     content = path.read_bytes()
     write_settled(path, content)
     changes = [change]
-
-    def change_once():
-        if changes:
-            changes.pop()(path)
-            Timer(0.3, path.write_bytes, [content]).start()
-    before_reading(change_once)
+    before_reading(lambda: changes and changes.pop()(path))
+    while_waiting(lambda: path.write_bytes(content))
     assert same_model(path, make_gpt())
     assert messages[0] == f"{path} is being written: waiting"
 

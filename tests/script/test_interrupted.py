@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 from resource import RLIMIT_AS, RLIMIT_FSIZE, prlimit
 
 import psutil
@@ -16,11 +17,13 @@ import pytest
 
 from models import CHARS, make_gpt, save_checkpoint, save_meta
 from project import RULE, SCRIPT
-from script_process import CLOSED, start_script
+from script_process import CLOSED, start_python, start_script
 from terminal import Terminal
 
-RUN = ("--start=LINES:prompts.txt", "--num_samples=50", "--max_new_tokens=30", "--stop=e",
-       "--batch_size=8", "--device=cpu", "--out_file=a.jsonl", "--logprobs=5")
+# Without stop texts: on a busy machine, rows that end early leave their batch earlier, and another
+# batch rounds otherwise.
+RUN = ("--start=LINES:prompts.txt", "--num_samples=30", "--max_new_tokens=25", "--batch_size=8",
+       "--device=cpu", "--out_file=a.jsonl", "--logprobs=5")
 END = f"\n{RULE}\n".encode()
 slow = pytest.mark.slow
 
@@ -188,30 +191,28 @@ def test_out_file_that_another_program_changes_ends_the_run_with_a_way_to_go_on(
 
 def test_stdout_may_be_full_or_closed_from_the_start():
     with open("/dev/full", "wb") as full:
-        process = start_script("--help", stdout=full)
+        process = start_python(SCRIPT, "--help", stdout=full)
     _, messages = process.communicate()
     assert process.returncode in (1, 2)
     assert messages == b"error: cannot write 'standard output': No space left on device\n"
     reader, writer = os.pipe()
     os.close(reader)
-    process = start_script("--help", stdout=writer)
+    process = start_python(SCRIPT, "--help", stdout=writer)
     os.close(writer)
     assert_no_error(process.communicate()[1])
     assert process.returncode == 141
 
 
-@pytest.mark.parametrize("seconds", [0.3, pytest.param(0.9, marks=slow)])
-def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint, seconds):
+def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint):
     run = f"--out_dir={char_checkpoint}", "--num_samples=100000", "--batch_size=1"
-    process = start_script(*run)
-    time.sleep(seconds)
+    process = start_python(SCRIPT, *run)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and "libtorch" not in maps.read_text():
+        time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=20)
-    # While a file is read, the system ends the process. Python that starts has its own way.
-    assert process.returncode != 0
-    if b"settings: " in messages:
-        assert process.returncode in (130, -signal.SIGINT)
-        assert b"Traceback" not in messages
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert b"Traceback" not in messages
 
 
 NEW_CONTAINER = "unshare", "--map-root-user", "--pid", "--fork", "--kill-child"
@@ -240,9 +241,12 @@ def end_first_process(number, words, *arguments, **environment):
 @pytest.mark.parametrize("number, status", [
     (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_first_process_of_a_container_ends_while_it_reads_a_model(number, status, tmp_path):
-    # The file is new and incomplete: the process reads it again for ten seconds.
+    # The file is new and incomplete: the process reads it again, here for a long time.
     os.truncate(save_checkpoint(tmp_path, make_gpt()), 10_000)
-    run = f"--out_dir={tmp_path}", "--device=cpu"
+    patient = tmp_path / "patient.py"
+    patient.write_text("from sampling.checkpoints import untrusted_files\n"
+                       "untrusted_files.MAX_WAIT = 1000\n")
+    run = patient, f"--out_dir={tmp_path}", "--device=cpu"
     assert end_first_process(number, b"is being written: waiting", *run) == (status, b"")
 
 
@@ -260,8 +264,9 @@ def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, str
     run = (f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=1000000",
            "--context_shift", "--device=cpu")
     screen = Terminal(run, tiktoken_cache, **streams)
+    if streams.get("stderr", True):
+        screen.wait_for("parameters on cpu")
     screen.read_some()
-    time.sleep(2 if streams else 0.5)
     screen.type("\x03")
     assert screen.read_to_end().endswith("\n")
     screen.close()
@@ -271,7 +276,7 @@ def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, str
 def test_closed_streams_are_ignored(char_checkpoint):
     """Messages do not go to standard output instead."""
     run = f"--out_dir={char_checkpoint}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0"
-    process = start_script(*run, stdin=CLOSED, stderr=CLOSED)
+    process = start_python(SCRIPT, *run, stdin=CLOSED, stderr=CLOSED)
     assert process.communicate()[0] == 2 * (b"Hi" + END)
     assert process.returncode == 0
 
