@@ -1,4 +1,5 @@
 """Fixtures that all tests share, and the option --slow. The tests need Linux."""
+import fcntl
 import logging
 import os
 import signal
@@ -10,7 +11,6 @@ import pytest
 os.environ.update(GOMP_SPINCOUNT="10000", HF_HUB_OFFLINE="1")
 import huggingface_hub.constants  # noqa: F401
 import torch
-from hypothesis import HealthCheck, settings
 
 from project import PROJECT, save_gpt2_encoding
 from script_process import run_here
@@ -19,22 +19,15 @@ del os.environ["HF_HUB_OFFLINE"]
 ALL_THREADS = torch.get_num_threads()
 # For the tests' small models, more threads cost three times the processor time.
 torch.set_num_threads(1)
-pytest.register_assert_rewrite("attacks", "terminal") # helpers that use assert
+pytest.register_assert_rewrite("attacks", "fuzz", "terminal") # helpers that use assert
 # A shell's background jobs ignore SIGINT, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests, too: more cases")
-
-
-def pytest_configure(config):
-    """How many random examples each fuzz test tries. With the profile "hour", they are new ones."""
-    for name, count in ("quick", 20), ("slow", 60), ("hour", 30_000):
-        settings.register_profile(
-            name, max_examples=count, derandomize=name != "hour", deadline=None, database=None,
-            suppress_health_check=[*HealthCheck])
-    settings.load_profile("slow" if config.getoption("--slow") else "quick")
+    parser.addoption("--examples", type=int,
+                     help="so many random examples of each fuzz test, new ones each time")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -50,6 +43,23 @@ def pytest_make_parametrize_id(val):
     """
     if isinstance(val, str | bytes | list | tuple | dict | Exception | torch.dtype):
         return ascii(val).strip("\"'")[:60]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels(worker_id, tmp_path_factory):
+    """With pytest -n, one process compiles a kernel, and the others wait for it."""
+    if worker_id == "master":
+        return
+    from sampling.backends.cpu import load_kernels
+    from sampling.sampler import kernels
+    parts = [("backend", lambda: [load_kernels(dtype) for dtype in ("float32", "int8")]),
+             ("sampler", kernels.load)]
+    if worker_id[-1] in "13579": # half of the processes begin with the other part
+        parts.reverse()
+    for name, load in parts:
+        with open(tmp_path_factory.getbasetemp().parent / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            load()
 
 
 @pytest.fixture

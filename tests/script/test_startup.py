@@ -87,7 +87,8 @@ def expected(run_script, char_checkpoint):
 
 @pytest.mark.parametrize("command", [
     ["sample.py"], ["-I", "sample.py"], ["-m", "sample"],
-    ["-m", "torch.distributed.run", "--nproc_per_node=1", "--", "sample.py"]])
+    pytest.param(["-m", "torch.distributed.run", "--nproc_per_node=1", "--", "sample.py"],
+                 marks=pytest.mark.slow)])
 def test_a_symbolic_link_in_nanogpts_folder_runs(expected, nanogpt, command):
     (nanogpt / "sample.py").symlink_to(SCRIPT)
     save_checkpoint(nanogpt / "out", make_gpt())
