@@ -41,7 +41,8 @@ def prepare_backend(device=CPU, is_short=False, dtype=torch.float32, **options):
     (torch.float32, {"compile": True}, False, EagerBackend),
 ])
 def test_a_cpu_gets_the_kernels_in_float32_and_int8_unless_the_run_is_short(
-        dtype, options, is_short, expected):
+        dtype, options, is_short, expected, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model) # which takes seconds
     backend = prepare_backend(CPU, is_short, dtype, **options)
     assert type(backend) is expected
     assert backend.device == CPU
