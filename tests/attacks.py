@@ -29,8 +29,7 @@ def attack(tiktoken_cache, tmp_path_factory, valid_checkpoint):
     code.
     """
     def run(folder):
-        process = start_script(script=ATTACKED, cwd=folder,
-                               env={"TIKTOKEN_CACHE_DIR": tiktoken_cache})
+        process = start_script(script=ATTACKED, cwd=folder, TIKTOKEN_CACHE_DIR=tiktoken_cache)
         _, stderr = process.communicate()
         return process.returncode, stderr.decode(errors="replace"), process.peak
 

@@ -21,7 +21,6 @@ import pytest
 
 from project import PROJECT, SCRIPT
 
-CLOSED = "closed" # a standard stream that is closed in a new Python
 OFFLINE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -38,21 +37,10 @@ def run_python(*arguments, **settings):
     return run_program(sys.executable, *arguments, **settings)
 
 
-def start_python(*arguments, cwd=PROJECT, stdin=DEVNULL, stdout=PIPE, stderr=PIPE):
-    """Start a new Python. The streams are PIPE, DEVNULL, CLOSED, a descriptor or a file.
-
-    Returns a subprocess.Popen.
-    """
-    streams = [stdin, stdout, stderr]
-
-    def close_streams(): # in the new process
-        for fd in range(3):
-            if streams[fd] == CLOSED:
-                os.close(fd)
-    stdin, stdout, stderr = (None if stream == CLOSED else stream for stream in streams)
-    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=cwd,
-                            env={**os.environ, **OFFLINE}, stdin=stdin, stdout=stdout,
-                            stderr=stderr, bufsize=0, preexec_fn=close_streams)
+def run_in_shell(redirections, *arguments, status=0):
+    """Run sample.py in a new Python, with a shell's redirections of the standard streams."""
+    return run_program("sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, SCRIPT,
+                       *arguments, status=status)
 
 
 # ---- processes that are forked from one that has imported torch, and take a seventh of the time
@@ -82,7 +70,7 @@ class ForkedProcess:
         self.stderr, stderr = self.end_of(streams[2], "rb")
         self.reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         files = stdin, stdout, stderr, reports.detach()
-        socket.send_fds(script_server(), [json.dumps(request).encode()], files)
+        socket.send_fds(script_server(), [request], files)
         for file in files:
             os.close(file)
         self.pid = int(self.reports.recv(100))
@@ -140,23 +128,22 @@ def read_and_close(stream):
             return stream.read()
 
 
-def start_script(*arguments, script=SCRIPT, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE,
-                 stderr=PIPE, new_session=False):
-    """Start sample.py, or another script, with the tests' environment and env.
+def start_script(*arguments, script=SCRIPT, cwd=PROJECT, stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
+                 **environment):
+    """Start sample.py, or another script, with the tests' environment and this.
 
-    The streams are PIPE, DEVNULL, a descriptor or a file. A new session has the terminal on stdin
-    as its controlling terminal. Returns a ForkedProcess. It is like that of a new Python, apart
-    from modules that have been imported already, and from what these read from the environment.
+    The streams are PIPE, DEVNULL, a descriptor or a file. A terminal as stdin is the controlling
+    one. Returns a ForkedProcess. It is like that of a new Python, apart from modules that have been
+    imported already, and from what these read from the environment.
     """
-    env = {**os.environ, **OFFLINE, **(env or {})}
-    request = dict(script=str(script), arguments=[*map(str, arguments)], cwd=str(cwd),
-                   env={name: str(value) for name, value in env.items()}, new_session=new_session)
-    return ForkedProcess(request, (stdin, stdout, stderr))
+    env = {**os.environ, **OFFLINE, **environment}
+    request = dict(script=script, arguments=arguments, cwd=cwd, env=env)
+    return ForkedProcess(json.dumps(request, default=str).encode(), (stdin, stdout, stderr))
 
 
 def run_forked(*arguments, cwd=PROJECT, status=0, **environment):
     """Run sample.py in a fork of the server, otherwise as run_program does."""
-    process = start_script(*arguments, cwd=cwd, env=environment)
+    process = start_script(*arguments, cwd=cwd, **environment)
     output = [text.decode() for text in process.communicate()]
     assert status is None or process.returncode == status, output[1]
     return subprocess.CompletedProcess(arguments, process.returncode, *output)

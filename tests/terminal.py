@@ -24,10 +24,9 @@ class Terminal:
         modes = termios.tcgetattr(end)
         modes[1] &= ~termios.ONLCR # do not translate newlines
         termios.tcsetattr(end, termios.TCSANOW, modes)
-        env = {"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": term}
-        self.process = start_script(*arguments, env=env, stdin=end,
-                                    stdout=end if stdout else DEVNULL,
-                                    stderr=end if stderr else DEVNULL, new_session=True)
+        self.process = start_script(*arguments, stdin=end, stdout=end if stdout else DEVNULL,
+                                    stderr=end if stderr else DEVNULL,
+                                    TIKTOKEN_CACHE_DIR=tiktoken_cache, TERM=term)
         os.close(end)
         self.bytes = b""
 

@@ -4,13 +4,12 @@ import pickle
 import time
 from contextlib import ExitStack
 from shutil import copytree
-from subprocess import DEVNULL
 
 import pytest
 
 from models import make_gpt, save_checkpoint, save_meta, save_repeating
-from project import RULE, SCRIPT
-from script_process import CLOSED, start_python
+from project import RULE
+from script_process import run_in_shell
 from terminal import Terminal
 
 SESSION = "--interactive", "--device=cpu", "--max_new_tokens=30"
@@ -242,10 +241,8 @@ def test_a_session_needs_both_streams_and_no_number_of_samples(reply, char_check
     assert reply("", "--num_samples=2").stderr.startswith(message)
     assert reply("The ", "--num_samples=1").stdout.count(END) == 1
     run = f"--out_dir={char_checkpoint}", *SESSION
-    process = start_python(SCRIPT, *run, stdin=DEVNULL, stdout=CLOSED)
-    _, messages = process.communicate()
-    assert process.returncode == 1
-    assert b"error: interactive=True needs standard input and standard output" in messages
+    messages = run_in_shell(">&-", *run, status=1).stderr
+    assert "error: interactive=True needs standard input and standard output" in messages
 
 
 def test_a_text_or_the_last_sample_is_scored(reply, run, run_script, char_checkpoint, tmp_path):

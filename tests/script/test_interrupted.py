@@ -17,7 +17,7 @@ import pytest
 
 from models import CHARS, make_gpt, save_checkpoint, save_meta
 from project import RULE, SCRIPT
-from script_process import CLOSED, start_python, start_script
+from script_process import PIPE, run_in_shell, start_script
 from terminal import Terminal
 
 # Without stop texts: on a busy machine, rows that end early leave their batch earlier, and another
@@ -190,22 +190,19 @@ def test_out_file_that_another_program_changes_ends_the_run_with_a_way_to_go_on(
 
 
 def test_stdout_may_be_full_or_closed_from_the_start():
-    with open("/dev/full", "wb") as full:
-        process = start_python(SCRIPT, "--help", stdout=full)
-    _, messages = process.communicate()
-    assert process.returncode in (1, 2)
-    assert messages == b"error: cannot write 'standard output': No space left on device\n"
+    done = run_in_shell("> /dev/full", "--help", status=2)
+    assert done.stderr == "error: cannot write 'standard output': No space left on device\n"
     reader, writer = os.pipe()
     os.close(reader)
-    process = start_python(SCRIPT, "--help", stdout=writer)
+    done = subprocess.run([sys.executable, SCRIPT, "--help"], stdout=writer, stderr=PIPE)
     os.close(writer)
-    assert_no_error(process.communicate()[1])
-    assert process.returncode == 141
+    assert_no_error(done.stderr)
+    assert done.returncode == 141
 
 
 def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint):
     run = f"--out_dir={char_checkpoint}", "--num_samples=100000", "--batch_size=1"
-    process = start_python(SCRIPT, *run)
+    process = subprocess.Popen([sys.executable, SCRIPT, *run], stdout=PIPE, stderr=PIPE)
     maps = Path(f"/proc/{process.pid}/maps")
     while process.poll() is None and "libtorch" not in maps.read_text():
         time.sleep(0.005)
@@ -276,9 +273,7 @@ def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, str
 def test_closed_streams_are_ignored(char_checkpoint):
     """Messages do not go to standard output instead."""
     run = f"--out_dir={char_checkpoint}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0"
-    process = start_python(SCRIPT, *run, stdin=CLOSED, stderr=CLOSED)
-    assert process.communicate()[0] == 2 * (b"Hi" + END)
-    assert process.returncode == 0
+    assert run_in_shell("<&- 2>&-", *run).stdout == 2 * f"Hi\n{RULE}\n"
 
 
 def test_a_standard_output_that_does_not_block_gets_all_samples(prepared, start):

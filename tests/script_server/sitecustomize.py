@@ -52,12 +52,12 @@ def report_end(ended, pid, reports):
     os.close(ended)
 
 
-def become(streams, script, arguments, cwd, env, new_session):
+def become(streams, script, arguments, cwd, env):
     """Let this process be one that was started with these standard streams."""
     for number, file in enumerate(streams):
         os.dup2(file, number)
         os.close(file)
-    if new_session:
+    if os.isatty(0):
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0) # this terminal sends Ctrl-C
     os.chdir(cwd)
@@ -67,7 +67,7 @@ def become(streams, script, arguments, cwd, env, new_session):
         old = getattr(sys, name)
         setattr(sys, name, os.fdopen(old.fileno(), mode, buffering, old.encoding, old.errors,
                                      closefd=False))
-    sys.argv[:] = script, *arguments
+    sys.argv[:] = script, *map(str, arguments)
     if script != SCRIPT:
         runpy.run_path(script, run_name="__main__")
         os._exit(0) # sys.exit would take a second to free what was imported
