@@ -52,7 +52,8 @@ def script_server():
     folder = PROJECT / "tests" / "script_server"
     server = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(theirs.fileno())], pass_fds=[theirs.fileno()],
-        env={**os.environ, **OFFLINE, "PYTHONPATH": str(folder)}, stdin=DEVNULL)
+        env={**os.environ, **OFFLINE, "PYTHONPATH": str(folder)}, stdin=DEVNULL,
+        start_new_session=True) # no Ctrl-C of pytest's
     theirs.close()
     atexit.register(server.wait)
     atexit.register(ours.close)

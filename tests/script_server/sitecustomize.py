@@ -14,13 +14,14 @@ import signal
 import socket
 import sys
 import termios
+from contextlib import suppress
 
 SCRIPT = sys.argv[0]
 
 
 def serve(connection):
     """Fork for each start, until the connection is closed. Returns in the started process."""
-    running = {} # a descriptor that is readable when the process has ended: its id, its reports
+    running = {} # the reading end of a pipe that a process holds: its id, its reports
     while True:
         ready, _, _ = select.select([connection, *running], [], [])
         for ended in running.keys() & {*ready}:
@@ -33,21 +34,24 @@ def serve(connection):
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
         *streams, reports = files
+        ended, held = os.pipe()
         pid = os.fork()
         if pid == 0:
-            for file in connection.detach(), reports, *running:
+            for file in connection.detach(), reports, ended, *running:
                 os.close(file)
             return become(streams, **json.loads(message))
-        for file in streams:
+        for file in held, *streams:
             os.close(file)
-        os.write(reports, str(pid).encode())
-        running[os.pidfd_open(pid)] = pid, reports
+        running[ended] = pid, reports
+        with suppress(BrokenPipeError): # the test has ended
+            os.write(reports, str(pid).encode())
 
 
 def report_end(ended, pid, reports):
     """Report the exit status, and the peak memory in MB."""
     _, status, used = os.wait4(pid, 0)
-    os.write(reports, f"{os.waitstatus_to_exitcode(status)} {used.ru_maxrss // 1024}".encode())
+    with suppress(BrokenPipeError):
+        os.write(reports, f"{os.waitstatus_to_exitcode(status)} {used.ru_maxrss // 1024}".encode())
     os.close(reports)
     os.close(ended)
 
@@ -73,7 +77,7 @@ def become(streams, script, arguments, cwd, env):
         os._exit(0) # sys.exit would take a second to free what was imported
 
 
-sys.path[0] = os.path.dirname(SCRIPT) # instead of FOLDER
+sys.path[0] = os.path.dirname(SCRIPT) # instead of this folder
 import sampling.backends.cpu  # noqa: E402
 import sampling.sampler.kernels  # noqa: E402
 import sampling.text_generator  # noqa: E402, F401
