@@ -226,8 +226,10 @@ def end_first_process(number, words, *arguments, **environment):
     command = *NEW_CONTAINER, sys.executable, SCRIPT, *arguments
     env = {**os.environ, **environment}
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=env) as process:
-        while words not in (line := process.stderr.readline()):
-            assert line, "it has ended"
+        lines = [b""]
+        while words not in lines[-1]:
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines # it has ended
         script, = psutil.Process(process.pid).children()
         script.send_signal(number)
         # If it ignored the signal, it would end later, with another status.
