@@ -157,7 +157,7 @@ def fork_text(path, device="cpu", in_bfloat16=False):
         return logits[:, -1]
     gpt = trained(path).to(device)
     text = ""
-    for _ in range(3):
+    for _ in range(2):
         idx = torch.tensor([TOKENIZER.encode("The ")], device=device)
         with torch.autocast(device, torch.bfloat16, enabled=in_bfloat16):
             ids = nanogpt_generate(gpt, idx, 22, 0.8, 20, last_logits)[0]

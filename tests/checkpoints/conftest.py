@@ -21,6 +21,6 @@ def fork(tmp_path):
 def sample(run_script, tmp_path):
     """sample(*arguments) runs sample.py in the folder of model.py."""
     def run(*arguments):
-        return run_script("--out_dir=out", "--start=The ", "--num_samples=3",
+        return run_script("--out_dir=out", "--start=The ", "--num_samples=2",
                           "--max_new_tokens=22", "--top_k=20", *arguments, cwd=tmp_path)
     return run

@@ -86,7 +86,7 @@ def expected(run_script, char_checkpoint):
 
 
 @pytest.mark.parametrize("command", [
-    ["sample.py"], ["-I", "sample.py"], ["-m", "sample"],
+    ["-I", "sample.py"], ["-m", "sample"],
     pytest.param(["-m", "torch.distributed.run", "--nproc_per_node=1", "--", "sample.py"],
                  marks=pytest.mark.slow)])
 def test_a_symbolic_link_in_nanogpts_folder_runs(expected, nanogpt, command):

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import termios
+import traceback
 from contextlib import suppress
 
 SCRIPT = sys.argv[0]
@@ -73,8 +74,14 @@ def become(streams, script, arguments, cwd, env):
                                      closefd=False))
     sys.argv[:] = script, *map(str, arguments)
     if script != SCRIPT:
-        runpy.run_path(script, run_name="__main__")
-        os._exit(0) # sys.exit would take a second to free what was imported
+        status = 1
+        try:
+            runpy.run_path(script, run_name="__main__")
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status) # sys.exit would take a second to free what was imported
 
 
 sys.path[0] = os.path.dirname(SCRIPT) # instead of this folder
