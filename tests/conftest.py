@@ -50,16 +50,17 @@ def compiled_kernels(worker_id, tmp_path_factory):
     """With pytest -n, one process compiles a kernel, and the others wait for it."""
     if worker_id == "master":
         return
-    from sampling.backends.cpu import load_kernels
+    from sampling import jit
+    from sampling.backends import cpu
     from sampling.sampler import kernels
-    parts = [("backend", lambda: [load_kernels(dtype) for dtype in ("float32", "int8")]),
-             ("sampler", kernels.load)]
+    parts = [("backend", cpu.example_calls("float32") | cpu.example_calls("int8")),
+             ("sampler", kernels.example_calls())]
     if worker_id[-1] in "13579": # half of the processes begin with the other part
         parts.reverse()
-    for name, load in parts:
+    for name, calls in parts:
         with open(tmp_path_factory.getbasetemp().parent / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            load()
+            jit.load(calls)
 
 
 @pytest.fixture
