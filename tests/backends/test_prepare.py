@@ -1,8 +1,10 @@
 """prepare_backend chooses the backend for a checkpoint."""
+import inspect
 import os
 import re
 import resource
 import sys
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -64,8 +66,10 @@ def test_a_run_is_short_if_its_steps_in_full_batches_are_few(settings, expected)
 
 @pytest.mark.parametrize("variable, value, reason", [
     ("NUMBA_DISABLE_JIT", "1", "NUMBA_DISABLE_JIT is set"),
-    ("NUMBA_OPT", "x", "RuntimeWarning: .*'NUMBA_OPT' is defined but .* 'x' could not be parsed."),
-    ("NUMBA_THREADING_LAYER", "1", "ValueError: .*requested '1' is unknown.*"),
+    pytest.param("NUMBA_OPT", "x", "RuntimeWarning: .*'NUMBA_OPT' is .* 'x' could not be parsed.",
+                 marks=pytest.mark.slow),
+    pytest.param("NUMBA_THREADING_LAYER", "1", "ValueError: .*requested '1' is unknown.*",
+                 marks=pytest.mark.slow),
 ])
 def test_where_numba_does_not_work_a_line_says_so_and_torch_runs_alone(
         variable, value, reason, char_checkpoint, tmp_path):
@@ -116,8 +120,17 @@ import yaml
 """
 
 
+@pytest.mark.slow
 def test_two_first_loads_at_once_both_get_the_kernels_and_other_threads_may_import():
     run_python("-c", LOADS)
+
+
+def test_int8_does_not_follow_an_edited_model_py(monkeypatch, tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(Path(inspect.getfile(GPT)).read_text().replace("self.c_proj", "self.c_fc"))
+    monkeypatch.setattr(prepare.inspect, "getfile", lambda cls: str(path))
+    with pytest.raises(ValueError, match=f"^dtype=int8 does not follow the edits of {path}: "):
+        prepare_backend(dtype=torch.int8)
 
 
 def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(monkeypatch):

@@ -85,7 +85,7 @@ def run_in_folder(tmp_path):
 @pytest.mark.parametrize("command", [
     ["python", *RUN, "config/greedy.py", "--dtype=int8"],
     ["python", "../program.py"],
-    ["torchrun", "--nproc_per_node=2", *RUN, "--dtype=int8"],
+    pytest.param(["torchrun", "--nproc_per_node=2", *RUN, "--dtype=int8"], marks=pytest.mark.slow),
     pytest.param(["python", *RUN, "--compile"], marks=[pytest.mark.slow, NEEDS_SAFE_PATH]),
 ])
 def test_no_file_that_happens_to_be_in_the_working_directory_runs(command, run_in_folder):

@@ -78,9 +78,9 @@ def test_samples_and_files_are_the_same_as_with_one_process(
         assert "error" not in shared.stderr
 
 
+@slow
 @pytest.mark.parametrize("program, content", [
-    (["--", "train.py"], TRAINING),
-    pytest.param(["--no-python", "--", "sh", "run.sh"], SHELL, marks=slow)])
+    (["--", "train.py"], TRAINING), (["--no-python", "--", "sh", "run.sh"], SHELL)])
 def test_a_training_or_a_shell_under_torchrun_may_call_the_script(
         torchrun, run_script, folder, program, content):
     (folder / program[-1]).write_text(content)

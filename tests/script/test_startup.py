@@ -86,7 +86,8 @@ def expected(run_script, char_checkpoint):
 
 
 @pytest.mark.parametrize("command", [
-    ["-I", "sample.py"], ["-m", "sample"],
+    ["-I", "sample.py"],
+    pytest.param(["-m", "sample"], marks=pytest.mark.slow),
     pytest.param(["-m", "torch.distributed.run", "--nproc_per_node=1", "--", "sample.py"],
                  marks=pytest.mark.slow)])
 def test_a_symbolic_link_in_nanogpts_folder_runs(expected, nanogpt, command):
