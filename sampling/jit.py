@@ -69,7 +69,7 @@ class Announcement(event.Listener):
         self.kernels = kernels
 
     def on_start(self, _: event.Event) -> None:
-        if self.is_made: # for a kernel that calls this one
+        if self.is_made: # this is a part of a kernel, or the next one
             return
         self.is_made = True
         seconds = SECONDS_PER_KERNEL * len(self.kernels)
@@ -99,7 +99,8 @@ def load(calls: dict[Kernel, tuple], meanwhile: str = "") -> None:
             for kernel, arguments in missing.items():
                 load_kernel(kernel, arguments)
                 if meanwhile and second is None and kernel.stats.cache_misses:
-                    second = start_python(meanwhile)
+                    with suppress(OSError): # there may be too many processes
+                        second = start_python(meanwhile)
         if second is not None:
             second.wait()
         # Where both share an OpenMP, torch has as many threads as numba now.
@@ -110,7 +111,7 @@ def load_kernel(kernel: Kernel, arguments: tuple) -> None:
     """Load a kernel. If numba fails to, as with a damaged file, remove the indexes of its cache and
     try once more.
     """
-    folder = kernel.stats.cache_path or ""
+    folder = kernel.stats.cache_path or "/nowhere"
     for is_second_try in False, True:
         try:
             return kernel(*arguments)
