@@ -33,7 +33,9 @@ def twist(words: Array) -> None:
     """
     for i in range(227):
         words[i] = words[i + 397] ^ mix(words[i], words[i + 1])
-    for i in range(227, 623):
+    for i in range(227, 454):
+        words[i] = words[i - 227] ^ mix(words[i], words[i + 1])
+    for i in range(454, 623):
         words[i] = words[i - 227] ^ mix(words[i], words[i + 1])
     words[623] = words[396] ^ mix(words[623], words[0])
 
@@ -53,7 +55,7 @@ def draw_row(words: Array, place: int, numbers: Array) -> int:
     words (624,): the generator's block, which the next block replaces when it is used up. place:
     how many of its words are used. Returns the new place.
     """
-    halves = numbers.view(np.uint32)
+    halves = np.empty(2 * len(numbers), np.uint32)
     num_done = 0
     while num_done < len(halves):
         if place == NUM_WORDS:
@@ -65,9 +67,10 @@ def draw_row(words: Array, place: int, numbers: Array) -> int:
             target[i] = temper(source[i])
         place += len(target)
         num_done += len(target)
-    for i in range(len(numbers)): # the first word is the upper half, which lies last in memory
-        number = np.uint64(numbers[i])
-        numbers[i] = (number << np.uint64(32)) | (number >> np.uint64(32))
+    high = halves[::2]
+    low = halves[1::2]
+    for i in range(len(numbers)):
+        numbers[i] = (np.int64(high[i]) << np.int64(32)) | np.int64(low[i])
     return place
 
 
