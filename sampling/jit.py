@@ -28,7 +28,7 @@ Kernel = Callable[..., Any]
 OPTIONS = dict(nogil=True, error_model="numpy")
 # Multiply-adds: a thread that has fewer takes longer to start than it saves.
 WORK_PER_THREAD = 32_000
-SECONDS_PER_KERNEL = 3 # that a core takes to compile one
+SECONDS_PER_KERNEL = 4 # that a core takes to compile one
 CACHE_BYTES = 2**22 # more than all kernels take
 
 # One of numba's threading layers serves one thread at a time. A signal handler, which Python calls
