@@ -47,7 +47,9 @@ class LinesFile:
         copy of it beside its place and raise ValueError.
         """
         path = self.path
-        if is_at(path, self.file) or not self.has_inode:
+        if is_at(path, self.file):
+            return os.fstat(self.file.fileno()).st_size # the path may go meanwhile
+        if not self.has_inode:
             return os.path.getsize(path)
         self.path = f"{path}.{os.getpid()}"
         with name_write_errors(self.path):
