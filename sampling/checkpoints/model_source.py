@@ -32,6 +32,9 @@ KNOWN = {
     "GPT.init_weights": "433141da",
     "GPT.get_num_params": "c0e48713",
     "GPT.forward": "ed71f75e f0a420f8 a054596a",
+    "GPT.new_cache": "63a4c546", # it and its parts are called by this project's generate
+    "KVCache": "fb1c2ba2",
+    "linear_dtype": "9ad1e4aa",
     "GPTConfig": "6fe92b15", # what its body has besides FIELD
     "Block": "a50d843b ddb391eb 77f68195 d968b919 b2834907",
     "CausalSelfAttention":
@@ -42,7 +45,11 @@ KNOWN = {
     "new_gelu": "0476ae3e", # the tanh form, which nanoGPT had until June 2023
     "F": "torch.nn.functional", "dataclass": "dataclasses.dataclass", "math": "math",
     "nn": "torch.nn", "torch": "torch",
+    "List": "typing.List", "Literal": "typing.Literal", "Optional": "typing.Optional",
+    "Tuple": "typing.Tuple", "Union": "typing.Union",
 }
+# The names that a subscript may follow.
+GENERIC = {"dict", "list", "set", "tuple", "type", "List", "Literal", "Optional", "Tuple", "Union"}
 LOOPS = {"3ad788ef", "257eec9c"} # of GPT.generate, which is never called
 # Attention as it was for some weeks until April 2023.
 DROPS_WHILE_SAMPLING = "df9218ca"
@@ -51,7 +58,7 @@ FIELD = re.compile(r"(block_size|vocab_size|n_layer|n_head|n_embd): int( = \d+)?
                    r"|dropout: float( = [\d.]+)?|bias: bool( = (True|False))?"
                    r"|gelu: str = 'none'|n_inner: int \| None = None"
                    r"|layer_norm_epsilon: float = 1e-05|tie_word_embeddings: bool = True")
-# What a file may import, unless a neighbour has that name.
+# What a file may import.
 MODULES = {"torch", "numpy", *sys.stdlib_module_names}
 # Special methods that need an instance of their class to run.
 OF_INSTANCES = {"__init__", "__call__", "__getitem__", "__len__", "__repr__"}
@@ -60,7 +67,7 @@ USED = {*dir(nn.Module), *OF_INSTANCES, "config", "transformer", "lm_head"}
 DECORATORS = {"classmethod", "staticmethod", "torch.no_grad()", "torch.inference_mode()"}
 # What calls nothing: operators do not, as there are no metaclasses and no objects of the file.
 INERT = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Pass, ast.arguments, ast.arg, ast.Constant,
-         ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Dict, ast.UnaryOp, ast.unaryop,
+         ast.Attribute, ast.Tuple, ast.List, ast.Dict, ast.UnaryOp, ast.unaryop,
          ast.BinOp, ast.operator, ast.Load)
 
 
@@ -90,12 +97,18 @@ class ModelSource(NamedTuple):
 
 
 def read_source(path: Path, root: Path | None = None) -> ModelSource:
-    """What the file at path shows. root: the folder of the script that imports it, where a file may
-    hide a module of that name; None: its own.
+    """What the file at path shows. root: the folder of the script that imports it, where no file
+    may hide a module; None: its own.
     """
     try:
-        neighbours = {file.name.partition(".")[0] for file in (root or path.parent).iterdir()}
-        return compare(path, parse_python(path).body, MODULES - neighbours)
+        hiding = {path.stem, *MODULES} - {"test"} # which Python may import for others, too
+        source = compare(path, parse_python(path).body)
+        for file in (root or path.parent).iterdir():
+            is_module = file.suffix in (".py", ".so", ".pyd") or (file / "__init__.py").exists()
+            is_other = file not in (path, *path.parents)
+            if is_module and is_other and file.name.partition(".")[0] in hiding:
+                source.differences.append(f"its neighbour {file.name}")
+        return source
     except UNREADABLE as error:
         reason = " ".join(str(error).split())
         return ModelSource(path, [f"all, as it cannot be read: {reason:.200}"], {})
@@ -103,8 +116,8 @@ def read_source(path: Path, root: Path | None = None) -> ModelSource:
 
 # ---- what it may contain
 
-def compare(path: Path, body: list[ast.stmt], modules: set[str]) -> ModelSource:
-    """Compare the statements of a file with what it may contain. modules: what it may import."""
+def compare(path: Path, body: list[ast.stmt]) -> ModelSource:
+    """Compare the statements of a file with what it may contain."""
     bound: dict[str, Any] = {} # name -> the dotted name of an import, or the statement
     differences = []
     for node in body:
@@ -116,7 +129,7 @@ def compare(path: Path, body: list[ast.stmt], modules: set[str]) -> ModelSource:
                 differences.append(name)
             elif isinstance(value, str):
                 is_allowed = is_free(name) or KNOWN.get(name) == value
-                if not is_allowed or value.partition(".")[0] not in modules:
+                if not is_allowed or value.partition(".")[0] not in MODULES:
                     differences.append(value)
             elif name in KNOWN:
                 differences += edited_units(name, value)
@@ -156,11 +169,14 @@ def bindings_of(node: ast.stmt) -> Iterator[tuple[str, Any]]:
 def does_nothing(node: Any) -> bool:
     """Whether this is a statement that does nothing when the file is imported."""
     match node:
-        case ast.Expr(ast.Constant()): # such as a docstring
-            return True
-        case ast.If(test, orelse=[]):
+        case ast.If(test, orelse=[]): # in a function, it could hide a yield
             return ast.unparse(test) == "__name__ == '__main__'"
-    return False
+    return is_constant(node)
+
+
+def is_constant(node: Any) -> bool:
+    """Whether this is a statement of a constant alone, such as a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def edited_units(name: str, node: ast.stmt) -> Iterator[str]:
@@ -202,6 +218,8 @@ def is_inert(node: ast.AST, bound: dict[str, Any], decorators: Set[str] = frozen
                 is_allowed = part is node and is_free(name) and not part.decorator_list
                 for base in {*map(ast.unparse, part.bases)} - {"nn.Module"}:
                     is_allowed = is_allowed and isinstance(bound.get(base), ast.ClassDef)
+            case ast.Subscript(value): # another one may run code, as ctypes.pydll["x.so"] does
+                is_allowed = isinstance(value, ast.Name) and value.id in GENERIC
             case ast.Name(name):
                 is_allowed = isinstance(part.ctx, ast.Load) or is_free(name)
                 children = []
@@ -228,7 +246,7 @@ def canonical(part: Any) -> str:
     the same in all versions of Python.
     """
     if isinstance(part, list):
-        return f"[{' '.join(canonical(item) for item in part if not does_nothing(item))}]"
+        return f"[{' '.join(canonical(item) for item in part if not is_constant(item))}]"
     if isinstance(part, ast.AnnAssign):
         part = ast.Assign([part.target], part.value)
     if not isinstance(part, ast.AST):

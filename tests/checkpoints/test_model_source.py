@@ -54,7 +54,6 @@ def test_harmless_edits_need_no_flag(fork, sample, name):
     ("from torch import sum", "torch.sum"),
     ("from .layers import Other", ".layers.Other"),
     ("import patches as nn, torch.nn as nn", "nn"),
-    ("import colorsys", "colorsys"), # a neighbour of that name hides Python's own
     ("import sys\nsys.modules['math'] = F", "line"),
     ("torch.set_default_dtype(torch.half)", "line"),
     ("print(MLP := Block)", "line"),
@@ -83,7 +82,6 @@ def test_harmless_edits_need_no_flag(fork, sample, name):
     ("if __name__ == '__main__':\n    MLP.forward = None", None),
 ])
 def test_a_statement_is_a_difference_unless_nothing_of_it_can_run(tmp_path, statement, difference):
-    (tmp_path / "colorsys.py").touch()
     path = edit(tmp_path, OURS, f"{OURS}\n{statement}\n")
     differences = model_source.read_source(path).differences
     assert difference in differences[0] if difference else not differences
@@ -107,6 +105,11 @@ def method(text):
     (*method("def unused(self, x=print()): pass"), "GPT.unused"),
     (*method("async def eval(self): pass"), "GPT"),
     (*method("dump_patches = True"), "GPT"),
+    ("device, linear_dtype(self))", "device, print() or linear_dtype(self))", "GPT.new_cache"),
+    ("        self.seq_len = 0", "        self.seq_len = print() or 0", "KVCache"),
+    (*method("def unused(self, x: ctypes.pydll['x.so']): pass"), "GPT.unused"),
+    ("        x = x + self.attn(",
+     "        if __name__ == '__main__': yield\n        x = x + self.attn(", "Block"),
     ("x = x + self.attn(", "list(map(print, []))\n        x = x + self.attn(", "Block"),
     (FORWARD, FORWARD.replace("idx", "idx: print()"), "GPT.forward"),
     ("@dataclass\n", "@torch.no_grad()\n@dataclass\n", "GPTConfig"),
@@ -120,6 +123,13 @@ def test_each_part_of_a_unit_counts_and_each_name_that_runs(
         tmp_path, part, replacement, difference):
     path = edit(tmp_path, part, replacement)
     assert difference in model_source.read_source(path).differences
+
+
+def test_a_neighbour_that_python_would_load_for_one_of_its_modules_is_a_difference(tmp_path):
+    path = edit(tmp_path, "import math", "import cProfile\nimport math")
+    assert not model_source.read_source(path).differences
+    (tmp_path / "profile.py").write_text("") # cProfile imports it
+    assert model_source.read_source(path).differences == ["its neighbour profile.py"]
 
 
 def test_an_edit_of_this_projects_model_py_runs_whatever_the_length(fork, tmp_path):
