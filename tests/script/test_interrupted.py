@@ -28,6 +28,11 @@ END = f"\n{RULE}\n".encode()
 slow = pytest.mark.slow
 
 
+def texts_of(lines):
+    """Index and text of each line: the last digits of log-probabilities may differ."""
+    return re.findall(rb'"index": (\d+), .*?"text": (".*?"), "num_tokens"', lines)
+
+
 @pytest.fixture(scope="module")
 def prepared(run_script, tmp_path_factory):
     """A folder with all files of a run, and the samples of a whole run, printed and saved."""
@@ -76,9 +81,10 @@ def finish(run_script, prepared, folder):
     def run(printed=b""):
         _, samples, saved = prepared
         assert samples.startswith(printed)
-        assert saved.startswith(saved_in(folder).rstrip()) # a test adds an empty line
+        found = texts_of(saved_in(folder))
+        assert found == texts_of(saved)[:len(found)]
         done = run_script(*RUN, cwd=folder)
-        assert saved_in(folder) == saved, done.stderr
+        assert texts_of(saved_in(folder)) == texts_of(saved), done.stderr
     return run
 
 
@@ -106,7 +112,7 @@ def test_a_signal_leaves_complete_samples(
         assert_no_error(messages)
         found = saved_in(folder)
         num_saved = found.count(b"\n")
-        assert saved.startswith(found)
+        assert texts_of(found) == texts_of(saved)[:num_saved]
         assert rest.startswith(printed)
         # A sample is saved just before it is printed.
         assert num_saved - num_before - printed.count(END) in (0, 1)
