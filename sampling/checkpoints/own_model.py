@@ -78,8 +78,7 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
     num_init_draws and own_model of a Checkpoint. Raises ValueError with the file and its line.
     """
     if not path.exists():
-        raise FileNotFoundError(f"there is no model_file {path}: give the model.py of the "
-                                "checkpoint, or the folder of a package")
+        raise FileNotFoundError(f"there is no model_file {path}: give the path of a model.py")
     if not (path.is_file() or path.is_dir()): # reading a device or a pipe may never end
         raise ValueError(f"model_file {path} is a device or a pipe: it must be a model.py, or the "
                          "folder of a package")
