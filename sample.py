@@ -24,11 +24,11 @@ except ImportError as error: # this file was copied into another project
     sys.exit(f"error: {error}: do not copy sample.py; link to it with ln -s, or pip install it")
 from sampling.checkpoints.finding import load_saves
 from sampling.configurator import override
-from sampling.generation.workers import run_on_all, serve
 from sampling.inputs.prompts import make_samples, read_prompts
 from sampling.outputs.console import hard_exit, name_write_errors, report_user_errors, setup_console
 from sampling.outputs.outputs import OutputFiles, Outputs
-from sampling.params import (
+from sampling.process import shorten_spinning
+from sampling.settings import (
     ALIASES,
     FOREIGN,
     ModelOptions,
@@ -36,7 +36,7 @@ from sampling.params import (
     choose_params,
     complete_settings,
 )
-from sampling.process import shorten_spinning
+from sampling.torchrun import run_on_all, serve
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the
@@ -110,7 +110,7 @@ def main():
 
 def load_gpt():
     """The model with its tokenizer, on its device."""
-    from sampling.backends.prepare import is_short_run  # torch takes a second
+    from sampling.backends.backend_choice import is_short_run  # torch takes a second
     from sampling.text_generator import load_model
     is_gpt2 = init_from != 'resume' # otherwise it is the ckpt.pt that train.py wrote
     name = init_from if is_gpt2 else out_dir

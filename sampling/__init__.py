@@ -26,9 +26,9 @@ for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def over
     if not (path.is_file() and part in path.read_bytes()):
         raise ImportError(f"{path} is missing, or belongs to another project")
 
-from sampling.params import ModelOptions, SamplingParams, check_options  # noqa: E402
 from sampling.process import expand_home, shorten_spinning  # noqa: E402
 from sampling.samples import Sample, Score, Token  # noqa: E402
+from sampling.settings import ModelOptions, SamplingParams, check_options  # noqa: E402
 
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator as TextGenerator
@@ -61,7 +61,7 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     torch.compile's limits and PYTHONSAFEPATH.
     """
     shorten_spinning() # also for torch's threads, if torch is not imported yet
-    from sampling.backends.prepare import warm_up
+    from sampling.backends.backend_choice import warm_up
     from sampling.checkpoints.finding import huggingface_config
     from sampling.checkpoints.huggingface import is_hub_id
     from sampling.text_generator import load_model

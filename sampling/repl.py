@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import sampling
-from sampling.backends.prepare import warm_up
+from sampling.backends.backend_choice import warm_up
 from sampling.configurator import find_settings, parse, suggest
 from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import CONFLICTS, SamplingParams, ScoringParams
 from sampling.process import is_out_of_memory
 from sampling.samples import Prompt, Sample
+from sampling.settings import CONFLICTS, SamplingParams, ScoringParams
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)

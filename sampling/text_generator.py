@@ -10,8 +10,8 @@ from typing import Any, NoReturn, overload
 import torch
 
 from sampling.backends.backend import Backend
-from sampling.backends.prepare import choose_device, choose_dtype, prepare_backend
-from sampling.checkpoints.build import Checkpoint
+from sampling.backends.backend_choice import choose_device, choose_dtype, prepare_backend
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.model_source import NANOGPT
 from sampling.checkpoints.nanogpt import load_nanogpt
@@ -21,9 +21,9 @@ from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import at, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
-from sampling.params import ALIASES, ModelOptions, SamplingParams, ScoringParams, check_values
 from sampling.process import check_fork, return_freed_memory, system_interrupts
 from sampling.samples import Prompt, Sample, Score, Updates
+from sampling.settings import ALIASES, ModelOptions, SamplingParams, ScoringParams, check_values
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 
-from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.checkpoint import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.inputs.tokenizer_choice import load_tokenizer

@@ -16,8 +16,8 @@ from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.params import SamplingParams
 from sampling.samples import Prompt, Sample
+from sampling.settings import SamplingParams
 from sampling.text_generator import TextGenerator
 
 LONG_PROMPT = "And then they all went home. "

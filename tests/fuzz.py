@@ -14,8 +14,8 @@ import engines
 from models import make_gpt
 from project import SCRIPT
 from sampling.configurator import find_settings, override
-from sampling.params import SamplingParams, check_settings
 from sampling.samples import Prompt, Sample
+from sampling.settings import SamplingParams, check_settings
 
 literals = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

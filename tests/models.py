@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from sampling.checkpoints.build import Checkpoint, build_gpt
+from sampling.checkpoints.checkpoint import Checkpoint, build_gpt
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.model import GPT, GPTConfig
 

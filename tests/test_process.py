@@ -8,8 +8,8 @@ import torch
 
 from models import as_checkpoint, make_gpt
 from sampling import process
-from sampling.backends.prepare import prepare_backend
-from sampling.params import ModelOptions
+from sampling.backends.backend_choice import prepare_backend
+from sampling.settings import ModelOptions
 from script_process import run_python
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sampling import jit
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend, many_rows_linear
-from sampling.checkpoints.build import QuantizedWeight, quantize
+from sampling.checkpoints.checkpoint import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
 from sampling.process import has_numba
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import torch
 
-from sampling.checkpoints.build import (
+from sampling.checkpoints.checkpoint import (
     Checkpoint,
     nanogpt_names,
     read_model,

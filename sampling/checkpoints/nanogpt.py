@@ -12,7 +12,18 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from sampling.checkpoints import build, finding
+from sampling.checkpoints import finding
+from sampling.checkpoints.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    checksum,
+    count_init_draws,
+    read_model,
+    require_tensors,
+    share_head,
+    tensors_by_name,
+)
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.model_source import NANOGPT, ModelSource, read_source
 from sampling.checkpoints.own_model import load_own_model
@@ -44,7 +55,7 @@ PART_OF_NANOGPT = re.compile(
 
 
 def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
-                 model_file: str | None = None) -> build.Checkpoint:
+                 model_file: str | None = None) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
     dtype: torch.int8 quantizes the weights while they are read; with any other, all is float32.
@@ -74,7 +85,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
         if model_path.is_dir() and not (model_path / "__init__.py").exists(): # no package
             model_path /= "model.py"
         fields = facts | load_own_model(model_path, model_args, tensors, crc)
-    checkpoint = build.Checkpoint(path=str(path), folder=path.parent, **fields)
+    checkpoint = Checkpoint(path=str(path), folder=path.parent, **fields)
     logger.info(checkpoint.describe())
     return checkpoint
 
@@ -102,24 +113,24 @@ def read_gpt(file: BinaryIO, defaults: dict, dtype: torch.dtype) -> dict:
     """
     tensor_file = read_tensor_file(file)
     tensors, args_key, args = find_entries(tensor_file)
-    stored = build.share_head(build.tensors_by_name(tensors, tensor_file))
+    stored = share_head(tensors_by_name(tensors, tensor_file))
     try:
         model_args = gpt_args(args_key, args, defaults)
-        fields = build.read_model(model_args, stored, dtype)
+        fields = read_model(model_args, stored, dtype)
         is_tied = fields["config"].tie_word_embeddings
         if model_args.get("tie_word_embeddings", True) and not is_tied:
             # nanoGPT's load_state_dict copies both into one tensor, the head last.
             logger.warning(f"{file.name}: its lm_head.weight and transformer.wte.weight differ; "
                            "the first one counts for both, as in nanoGPT; if its model does not "
                            "tie them, pass --model_file with its model.py, which is run")
-            stored[build.EMBEDDING] = stored[build.HEAD]
-            fields = build.read_model(model_args, stored, dtype)
+            stored[EMBEDDING] = stored[HEAD]
+            fields = read_model(model_args, stored, dtype)
     except RejectedFileError as error:
         raise RejectedFileError(f"{error}; if the code of its model was edited, pass --model_file "
                                 "with that model.py, which is run") from None
     # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets
     # nanoGPT's samples.
-    num_init_draws = build.count_init_draws(fields["state_dict"])
+    num_init_draws = count_init_draws(fields["state_dict"])
     return read_facts(tensor_file) | fields | {"num_init_draws": num_init_draws}
 
 
@@ -130,9 +141,9 @@ def read_own(file: BinaryIO) -> tuple[dict, dict[str, Tensor], dict, int]:
     tensor_file = read_tensor_file(file)
     tensors, _, args = find_entries(tensor_file)
     model_args = fields_of(args)
-    stored = build.require_tensors(tensors, tensor_file)
+    stored = require_tensors(tensors, tensor_file)
     read = {name: tensor_file.read(tensor) for name, tensor in stored.items()}
-    return model_args, read, read_facts(tensor_file), build.checksum(model_args, stored)
+    return model_args, read, read_facts(tensor_file), checksum(model_args, stored)
 
 
 def read_facts(file: TensorFile) -> dict:

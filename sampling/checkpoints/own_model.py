@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sampling.checkpoints import build
+from sampling.checkpoints.checkpoint import (
+    MASK_BUFFER,
+    count_init_draws,
+    describe_misfits,
+    without_wrappers,
+)
 from sampling.checkpoints.model_source import NANOGPT, read_source
 from sampling.checkpoints.untrusted_files import UNREADABLE, parse_python
 from sampling.model import GPTConfig
@@ -215,7 +220,7 @@ def count_draws(tensors: dict[str, Tensor]) -> int | None:
     got another seed. Tries the number of nanoGPT's own model first.
     """
     wanted = torch.empty(8, dtype=torch.int32).random_()
-    usual = build.count_init_draws(tensors)
+    usual = count_init_draws(tensors)
     generator = torch.Generator().manual_seed(PROBE_SEED)
     advance_mt19937(generator, usual)
     if torch.equal(wanted, torch.empty_like(wanted).random_(generator=generator)):
@@ -238,17 +243,17 @@ def load_tensors(path: Path, gpt: nn.Module, tensors: dict[str, Tensor]) -> None
     Masks, which older checkpoints hold, may be missing or more than needed.
     """
     own = gpt.state_dict()
-    named = {name: tensor for name, tensor in own.items() if build.MASK_BUFFER.search(name)}
+    named = {name: tensor for name, tensor in own.items() if MASK_BUFFER.search(name)}
     for name, tensor in tensors.items():
         if name not in own:
-            name = build.without_wrappers(name)
-        if name in own or not build.MASK_BUFFER.search(name):
+            name = without_wrappers(name)
+        if name in own or not MASK_BUFFER.search(name):
             named[name] = tensor
     try:
         with running(path, "load_state_dict"):
             gpt.load_state_dict(named)
     except ValueError:
-        misfits = build.describe_misfits(named, own)
+        misfits = describe_misfits(named, own)
         if not misfits:
             raise
         raise ValueError(f"{path}: the tensors of the checkpoint do not fit its GPT "

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sampling.backends.backend import Backend
 from sampling.generation.detokenizer import Detokenizer
-from sampling.params import SamplingParams
 from sampling.sampler.row_streams import RunStream
+from sampling.settings import SamplingParams
 
 NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training "
               "may have diverged, or dtype=float16 overflows (try dtype=bfloat16 or float32)")

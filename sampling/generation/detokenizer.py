@@ -2,8 +2,8 @@
 from collections.abc import Sequence
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import SamplingParams
 from sampling.samples import Piece, Sample, Token
+from sampling.settings import SamplingParams
 
 
 class Detokenizer:

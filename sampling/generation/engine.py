@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from sampling.backends.backend import Backend
-from sampling.backends.prepare import warm_up
-from sampling.checkpoints.build import Checkpoint
+from sampling.backends.backend_choice import warm_up
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import SamplingParams
 from sampling.process import is_out_of_memory, return_freed_memory
 from sampling.sampler.row_streams import RunStream, exponential_is_from_bits
 from sampling.sampler.sampler import Sampler
 from sampling.samples import Sample, Updates
+from sampling.settings import SamplingParams
 
 logger = logging.getLogger(__name__)
 FLUSH_STEPS = 16 # between two copies of tokens to the host, where nothing depends on the tokens

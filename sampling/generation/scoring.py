@@ -12,12 +12,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from sampling.backends.backend import Backend
-from sampling.backends.prepare import warm_up
+from sampling.backends.backend_choice import warm_up
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import SamplingParams, ScoringParams
 from sampling.samples import Score, Updates
+from sampling.settings import SamplingParams, ScoringParams
 
 logger = logging.getLogger(__name__)
 # The windows that are computed at once have so many tokens: with GPT-2's vocabulary, their logits

@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from sampling.checkpoints.build import Checkpoint
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import code_folders
 from sampling.checkpoints.untrusted_files import is_inside, require
 from sampling.configurator import suggest

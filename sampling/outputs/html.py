@@ -26,7 +26,7 @@ from sampling.outputs.console import name_write_errors, plural, report_user_erro
 from sampling.outputs.jsonl import SCORE_FIELDS, Record, read_records
 from sampling.outputs.lines_file import PAGE
 from sampling.outputs.printer import summary
-from sampling.params import NUM_ALTERNATIVES
+from sampling.settings import NUM_ALTERNATIVES
 
 # Not __name__: this file is also run as a script.
 logger = logging.getLogger("sampling.outputs.html")

@@ -10,8 +10,8 @@ from typing import Any
 
 from sampling.configurator import as_list
 from sampling.inputs.prompts import MULTI_KINDS, parse_start
-from sampling.params import RESULT_FIELDS, SAMPLING_SETTINGS, Settings
 from sampling.samples import Result, Sample, Score, Token
+from sampling.settings import RESULT_FIELDS, SAMPLING_SETTINGS, Settings
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any] # a line

@@ -12,9 +12,9 @@ from sampling.outputs.html import write_page
 from sampling.outputs.jsonl import Record, Run, rounded, run_settings
 from sampling.outputs.lines_file import PAGE, LinesFile, open_output
 from sampling.outputs.printer import RULE, LinePrinter, Printer, Progress
-from sampling.params import Settings, is_same_file
 from sampling.process import END_SIGNALS, peak_memory
 from sampling.samples import Piece, Prompt, Result, Score
+from sampling.settings import Settings, is_same_file
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator

@@ -14,7 +14,7 @@ from sampling import jit
 from sampling.backends import backend as backends
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import CPUBackend, Linear
-from sampling.checkpoints.build import quantize
+from sampling.checkpoints.checkpoint import quantize
 from script_process import run_python
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
@@ -93,7 +93,7 @@ platform.machine = lambda: "arm64" # which has 32 registers
 import torch
 from sampling.backends.cpu import MAX_KERNEL_ROWS, Linear
 from sampling.backends.cpu_kernels import OUTPUTS
-from sampling.checkpoints.build import quantize
+from sampling.checkpoints.checkpoint import quantize
 assert OUTPUTS == 4
 for num_outputs in 3, 67, 256:
     weight = torch.randn(num_outputs, 45)

@@ -17,8 +17,8 @@ from torch.testing import assert_close
 from engines import ON_GPU, Recording, decode, expected_ids, record_graphs, without_facts
 from models import make_gpt, normal, random_prompt
 from sampling.backends import cuda
+from sampling.backends.backend_choice import cast_linears
 from sampling.backends.cuda import CUDABackend, block_step
-from sampling.backends.prepare import cast_linears
 
 PROMPTS = random_prompt(5, 3).tolist()
 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it.

@@ -46,7 +46,7 @@ def run_nanogpt(folder, samples, length, prompt):
     """nanoGPT's loop, one sample after another."""
     import torch
 
-    from sampling.checkpoints.build import build_gpt
+    from sampling.checkpoints.checkpoint import build_gpt
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
     load = load_nanogpt if (folder / "ckpt.pt").is_file() else load_huggingface

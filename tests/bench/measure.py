@@ -23,8 +23,8 @@ class Case:
     sample.
 
     The process is timed for two lengths. The rate is the difference in tokens divided by the
-    difference in time, so start-up and loading cancel out. Both runs of sample.py must
-    be long enough for its kernels (MIN_KERNEL_STEPS in backends/prepare.py) and, with one sample of
+    difference in time, so start-up and loading cancel out. Both runs of sample.py must be long
+    enough for its kernels (MIN_KERNEL_STEPS in backends/backend_choice.py) and, with one sample of
     a large model, for the draft (MIN_DRAFT_TOKENS in backends/cpu.py).
     """
 

@@ -15,7 +15,7 @@ import torch
 from attacks import write_settled
 from models import make_gpt, make_transformers_gpt2, same_model, save_checkpoint
 from sampling.checkpoints import untrusted_files
-from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.checkpoint import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.checkpoints.tensor_files import TensorFile

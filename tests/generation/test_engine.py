@@ -25,13 +25,13 @@ from engines import (
 )
 from models import CHARS, make_gpt, random_prompt
 from sampling.backends.backend import EagerBackend
+from sampling.backends.backend_choice import cast_linears
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import cast_linears
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
-from sampling.params import SamplingParams
 from sampling.samples import Prompt, Sample
+from sampling.settings import SamplingParams
 
 
 def prompts_of(*lengths):

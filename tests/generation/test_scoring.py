@@ -9,8 +9,8 @@ from hf_tokenizers import gpt2_tokenizer_json
 from models import make_gpt, make_transformers_gpt2
 from sampling.backends.backend import EagerBackend
 from sampling.generation import scoring
-from sampling.params import ScoringParams
 from sampling.samples import Prompt, Score
+from sampling.settings import ScoringParams
 
 QUESTION = "What is it?"
 BOOK = 3 * f"{LONG_PROMPT}{QUESTION} Thou art a comfort, and look'd profane word. "

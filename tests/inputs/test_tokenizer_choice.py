@@ -11,7 +11,7 @@ import torch
 from hf_tokenizers import gpt2_tokenizer_json, random_texts, save_tokenizer
 from models import CHARS, cached_snapshot, save_meta
 from project import GPT2_FILES
-from sampling.checkpoints.build import Checkpoint
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer, load_encoding, load_tokenizer
 from sampling.model import GPTConfig
 

@@ -8,8 +8,8 @@ import pages
 from models import make_gpt, save_checkpoint
 from pages import CHECKPOINT_ID, make_token
 from sampling.outputs.jsonl import Run, read_records, run_settings
-from sampling.params import RESULT_FIELDS
 from sampling.samples import Prompt, Sample, Token
+from sampling.settings import RESULT_FIELDS
 
 SETTINGS = {"seed": 1, "stop": []}
 SAMPLE = Sample(1, Prompt("é", 5, other_fields={"label": [1], "none": None}), [])

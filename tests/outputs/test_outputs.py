@@ -11,8 +11,8 @@ from pages import SETTINGS, make_tokens, model_of
 from sampling.outputs import console, lines_file
 from sampling.outputs.lines_file import open_output
 from sampling.outputs.outputs import OutputFiles, Outputs
-from sampling.params import complete_settings
 from sampling.samples import Piece, Prompt, Sample
+from sampling.settings import complete_settings
 from script_process import redirected
 
 

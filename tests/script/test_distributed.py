@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from project import PROJECT, SCRIPT
-from sampling.generation.workers import serve
+from sampling.torchrun import serve
 from script_process import OFFLINE
 
 LINES = "--start=LINES:prompts.txt", "--batch_size=2", "--device=cpu"

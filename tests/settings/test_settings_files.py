@@ -11,7 +11,7 @@ import pytest
 
 from project import SCRIPT
 from sampling.configurator import find_settings, override
-from sampling.params import ALIASES, FOREIGN, SettingError
+from sampling.settings import ALIASES, FOREIGN, SettingError
 
 
 def write_modules(folder, contents):

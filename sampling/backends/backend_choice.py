@@ -12,11 +12,11 @@ from torch import nn
 
 from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, OwnBackend
-from sampling.checkpoints.build import Checkpoint, build_gpt
+from sampling.checkpoints.checkpoint import Checkpoint, build_gpt
 from sampling.checkpoints.model_source import read_source
 from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.model import GPT
-from sampling.params import ModelOptions, Settings
+from sampling.settings import ModelOptions, Settings
 
 logger = logging.getLogger(__name__)
 MIN_KERNEL_STEPS = 50 # loading the kernels takes as long as some steps

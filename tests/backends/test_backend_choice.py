@@ -15,13 +15,13 @@ from engines import ON_GPU, decode, expected_ids, without_facts
 from models import as_checkpoint, make_gpt, random_prompt
 from pages import DEFAULTS
 from project import SCRIPT
-from sampling.backends import prepare
+from sampling.backends import backend_choice
 from sampling.backends.backend import EagerBackend
+from sampling.backends.backend_choice import choose_device, choose_dtype, is_short_run
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import choose_device, choose_dtype, is_short_run
 from sampling.model import GPT
-from sampling.params import ModelOptions
+from sampling.settings import ModelOptions
 from script_process import run_python
 
 CPU = torch.device("cpu")
@@ -32,7 +32,8 @@ PROMPTS = random_prompt(5, 2).tolist()
 def prepare_backend(device=CPU, is_short=False, dtype=torch.float32, **options):
     """The backend for a small model."""
     checkpoint = as_checkpoint(make_gpt())
-    return prepare.prepare_backend(checkpoint, device, dtype, ModelOptions(**options), is_short)
+    options = ModelOptions(**options)
+    return backend_choice.prepare_backend(checkpoint, device, dtype, options, is_short)
 
 
 @pytest.mark.parametrize("dtype, options, is_short, expected", [
@@ -89,9 +90,9 @@ def test_without_numba_int8_is_an_error(monkeypatch):
 
 def test_too_small_a_limit_of_memory_is_named_before_numba_takes_any(monkeypatch, messages):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**60))
-    assert prepare.process.has_numba(is_required=False), "it has its memory already"
+    assert backend_choice.process.has_numba(is_required=False), "it has its memory already"
     monkeypatch.delitem(sys.modules, "numba")
-    assert not prepare.process.has_numba(is_required=False)
+    assert not backend_choice.process.has_numba(is_required=False)
     assert messages == [
         "the compiled kernels for CPUs, and dtype=int8, need numba (which takes 512 MB, and less "
         "is left below the limit of memory): raise the limit, which ulimit -v shows in KiB; "
@@ -128,7 +129,7 @@ def test_two_first_loads_at_once_both_get_the_kernels_and_other_threads_may_impo
 def test_int8_does_not_follow_an_edited_model_py(monkeypatch, tmp_path):
     path = tmp_path / "model.py"
     path.write_text(Path(inspect.getfile(GPT)).read_text().replace("self.c_proj", "self.c_fc"))
-    monkeypatch.setattr(prepare.inspect, "getfile", lambda cls: str(path))
+    monkeypatch.setattr(backend_choice.inspect, "getfile", lambda cls: str(path))
     with pytest.raises(ValueError, match=f"^dtype=int8 does not follow the edits of {path}: "):
         prepare_backend(dtype=torch.int8)
 

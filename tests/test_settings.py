@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from pages import DEFAULTS
-from sampling.params import (
+from sampling.samples import Prompt, Sample, Score, Token
+from sampling.settings import (
     ModelOptions,
     SamplingParams,
     check_settings,
     choose_params,
     complete_settings,
 )
-from sampling.samples import Prompt, Sample, Score, Token
 
 RULES = { # name: valid values, invalid ones, and what the error says
     "init_from": (["a/b"], ["", "scratch"], "must be 'resume' or a Hugging Face id or folder"),
