@@ -301,7 +301,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
     warning for a name like a setting's, or if it sets nothing.
     """
     # Not above: a script of nanoGPT may execute a copy of this file.
-    from sampling.process import import_from
+    from sampling.user_code import import_from
     names = dict(scope)
     try:
         code = compile(source, path, "exec")

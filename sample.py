@@ -10,19 +10,14 @@ for True.
 """
 import inspect
 import os
-import signal
 import sys
 
-if (__name__ == '__main__' and inspect.currentframe().f_back is None # not a notebook's %run
-        and os.getpid() != 1 # nor a container's first process, for which Ctrl-C would be ignored
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler): # nor a background job
-    signal.signal(signal.SIGINT, signal.SIG_DFL) # no traceback while modules are imported
 sys.path.append(os.path.dirname(os.path.realpath(__file__))) # for runpy, python -I, a link with -m
 try:
     from sampling import __version__ as __version__  # --version prints it
 except ImportError as error: # this file was copied into another project
     sys.exit(f"error: {error}: do not copy sample.py; link to it with ln -s, or pip install it")
-from sampling.checkpoints.finding import load_saves
+from sampling.checkpoints.saves import load_saves
 from sampling.configurator import override
 from sampling.inputs.prompts import make_samples, read_prompts
 from sampling.outputs.console import hard_exit, name_write_errors, report_user_errors, setup_console

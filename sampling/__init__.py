@@ -26,9 +26,14 @@ for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def over
     if not (path.is_file() and part in path.read_bytes()):
         raise ImportError(f"{path} is missing, or belongs to another project")
 
-from sampling.process import expand_home, shorten_spinning  # noqa: E402
+from sampling.process import shorten_spinning  # noqa: E402
 from sampling.samples import Sample, Score, Token  # noqa: E402
-from sampling.settings import ModelOptions, SamplingParams, check_options  # noqa: E402
+from sampling.settings import (  # noqa: E402
+    ModelOptions,
+    SamplingParams,
+    check_options,
+    expand_home,
+)
 
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator as TextGenerator

@@ -10,7 +10,7 @@ from operator import and_
 from typing import Any, NamedTuple
 
 from sampling.configurator import as_list, plain
-from sampling.process import expand_home, world_size
+from sampling.torchrun import world_size
 
 logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
@@ -237,6 +237,14 @@ class SamplingParams:
 class ScoringParams:
     num_logprobs: int = 0 # how many of the most likely tokens in the place of each one
     max_tokens: int = 10**9 # to keep of a text. All are scored, but a book has a million
+
+
+def expand_home(path: str | None) -> str | None:
+    """A path with the home folder for a leading ~, unless a file is called so.
+
+    In --out_dir=~/x, no shell does it.
+    """
+    return os.path.expanduser(path) if path and not os.path.lexists(path) else path
 
 
 def complete_settings(settings: Settings) -> dict[str, Any]:

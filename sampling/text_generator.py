@@ -9,7 +9,7 @@ from typing import Any, NoReturn, overload
 
 import torch
 
-from sampling.backends.backend import Backend
+from sampling.backends.backend import Backend, return_freed_memory
 from sampling.backends.backend_choice import choose_device, choose_dtype, prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.huggingface import load_huggingface
@@ -21,7 +21,7 @@ from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import at, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
-from sampling.process import check_fork, return_freed_memory, system_interrupts
+from sampling.process import check_fork, system_interrupts
 from sampling.samples import Prompt, Sample, Score, Updates
 from sampling.settings import ALIASES, ModelOptions, SamplingParams, ScoringParams, check_values
 

@@ -1,16 +1,20 @@
-"""Shares a run among the processes that torchrun started, on one machine or on several.
+"""The processes that torchrun started, on one machine or on several: which one this is, and how
+they share a run.
 
 Rank 0 makes the samples, hands out a share of them at a time, and gathers them again, in order.
-Each sample has its own place in the random stream, so the samples are the same as with one process.
+Each sample has its own place in the random stream, so the samples are the same as with one
+process.
 """
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sampling.process import rank, system_interrupts, world_size
+from sampling.process import system_interrupts
 from sampling.samples import Sample, Updates
 
 if TYPE_CHECKING: # the import would load torch
@@ -18,6 +22,42 @@ if TYPE_CHECKING: # the import would load torch
 
 logger = logging.getLogger(__name__)
 
+
+def rank() -> int:
+    return torchrun_number("RANK", 0)
+
+
+def world_size() -> int:
+    return torchrun_number("WORLD_SIZE", 1)
+
+
+def torchrun_number(name: str, default: int) -> int:
+    """A number of torchrun's environment; the default if torchrun did not start this process."""
+    return int(os.environ[name]) if torchrun_started_this() else default
+
+
+def torchrun_started_this() -> bool:
+    """Whether this process is one of torchrun's.
+
+    Its TORCHELASTIC_RUN_ID shows that (a cluster, too, may set a RANK), unless it is inherited: a
+    training that torchrun started may call sample.py.
+    """
+    pid = os.getppid()
+    is_named = "TORCHELASTIC_RUN_ID" in os.environ
+    with suppress(OSError, IndexError): # not Linux
+        while is_named and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            # torchrun itself, whose own environment may name a run, starts this process.
+            if b"torchrun" in command or b"torch.distributed" in command:
+                break
+            # A training that torchrun started is a Python, but a shell in between is none.
+            is_named = not os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
+            # The next one to look at is the parent of that process.
+            pid = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]
+    return is_named
+
+
+# ---- sharing a run
 
 def run_on_all(gpt: "TextGenerator", samples: Iterator[Sample], **options: Any) -> Updates:
     """Rank 0: what gpt.run yields, with the help of the other processes. options: those of gpt.run.

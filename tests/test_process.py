@@ -1,4 +1,4 @@
-"""A process's number under torchrun, its threads, and the cores and memory that it may use."""
+"""A process's threads, and the cores and memory that it may use."""
 import os
 from itertools import cycle
 from pathlib import Path
@@ -8,7 +8,10 @@ import torch
 
 from models import as_checkpoint, make_gpt
 from sampling import process
+from sampling.backends import backend_choice
+from sampling.backends.backend import return_freed_memory
 from sampling.backends.backend_choice import prepare_backend
+from sampling.errors import is_out_of_memory
 from sampling.settings import ModelOptions
 from script_process import run_python
 
@@ -18,7 +21,7 @@ def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monk
         raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    process.return_freed_memory()
+    return_freed_memory()
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -31,7 +34,7 @@ def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monk
 def test_out_of_memory_errors_are_recognised_also_behind_another_error(text, expected):
     error = ValueError("cannot load it")
     error.__context__ = RuntimeError(text)
-    assert process.is_out_of_memory(error) == expected
+    assert is_out_of_memory(error) == expected
 
 
 @pytest.mark.parametrize("num_running, num_cores, spin_count", [
@@ -72,8 +75,8 @@ def test_threads_follow_the_usable_cores_unless_the_user_chose_a_number(
     (tmp_path / "box" / "job").mkdir(parents=True)
     for name, content in CONTAINER.items():
         (tmp_path / name).write_text(f"{content}\n")
-    monkeypatch.setattr(process, "CGROUPS", tmp_path)
-    monkeypatch.setattr(process, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(backend_choice, "CGROUPS", tmp_path)
+    monkeypatch.setattr(backend_choice, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "environ", variables)
     torch.set_num_threads(num_threads)
     # In bfloat16, torch runs alone.

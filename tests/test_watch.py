@@ -133,7 +133,7 @@ def test_a_save_between_the_wait_and_the_load_is_sampled_once(tmp_path, monkeypa
         return SimpleNamespace(checkpoint=load_nanogpt(tmp_path))
     save_checkpoint(tmp_path, make_gpt())
     monkeypatch.setattr(time, "sleep", MagicMock(side_effect=[None, None, TimeoutError]))
-    saves = finding.load_saves(tmp_path, save_and_load)
+    saves = saves.load_saves(tmp_path, save_and_load)
     next(saves)
     with pytest.raises(TimeoutError): # no other save comes
         next(saves)

@@ -2,11 +2,12 @@
 plain backends: EagerBackend, for where there is no faster one, and OwnBackend, for a model that
 runs itself.
 """
+import ctypes
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sampling.checkpoints.own_model import OwnModel
+from sampling.errors import is_out_of_memory
 from sampling.model import GPT, GPTConfig, KVCache
-from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 MIN_ONEDNN_WORK = 2**24 # multiplications; below it, a call costs more than it saves
@@ -127,6 +128,16 @@ class Backend:
         window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0
         logits_bytes = 40 * config.vocab_size # also what sampling makes of them
         return num_tokens * (cache_bytes + window_bytes) + logits_bytes
+
+
+def return_freed_memory() -> None:
+    """Return freed memory: the C library keeps what lies below memory in use."""
+    if torch.cuda.is_initialized():
+        # torch 2.10 to 2.12, once the capture of a CUDA graph has failed.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def many_rows_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,6 +5,10 @@ import inspect
 import logging
 import math
 import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,11 +18,17 @@ from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, OwnBackend
 from sampling.checkpoints.checkpoint import Checkpoint, build_gpt
 from sampling.checkpoints.model_source import read_source
+from sampling.errors import first_sentence, is_out_of_memory
 from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.model import GPT
 from sampling.settings import ModelOptions, Settings
+from sampling.torchrun import torchrun_number, world_size
 
 logger = logging.getLogger(__name__)
+# What numba, its compiler, its threads and the kernels take of the addresses of a process.
+NUMBA_BYTES = 512 * 2**20
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 MIN_KERNEL_STEPS = 50 # loading the kernels takes as long as some steps
 LOAD_SAMPLER = ("from sampling import jit; from sampling.sampler import kernels; "
                 "jit.load(kernels.example_calls())")
@@ -40,17 +50,17 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use "
                          "one of these, or auto")
     device = torch.device(available[0] if name == "auto" else name)
-    if device == torch.device("cuda") and process.world_size() > 1:
-        local_rank = process.torchrun_number("LOCAL_RANK", 0)
+    if device == torch.device("cuda") and world_size() > 1:
+        local_rank = torchrun_number("LOCAL_RANK", 0)
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
     try:
         if device.type == "cuda":
             (torch.zeros(1, device=device) + 1).item()
         return device
     except RuntimeError as error: # torch has no code for this GPU, or its driver is too old
-        if process.is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
-        why = process.first_sentence(error)
+        why = first_sentence(error)
         reason = (f"the GPU cannot run torch {torch.__version__} ({why}): update its driver, or "
                   "install a build of torch that supports it (https://pytorch.org/get-started)")
     if name != "auto":
@@ -69,7 +79,7 @@ def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> 
         if device.type != "cpu":
             raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use "
                              "dtype=bfloat16, or device=cpu")
-        process.has_numba(is_required=True)
+        has_numba(is_required=True)
     if device.type == "mps" and name in ("float16", "bfloat16") and torch.__version__ < (2, 11):
         raise ValueError(f"dtype={name} on MPS needs torch 2.11 or newer, because older ones "
                          f"compute wrong attention; got torch {torch.__version__}: use "
@@ -99,7 +109,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     # torch.compile starts Pythons, which would import modules of the working directory.
     if options.compile:
         os.environ.setdefault("PYTHONSAFEPATH", "1") # from Python 3.11 on
-    process.limit_threads()
+    limit_threads()
     config = checkpoint.config
     is_int8 = dtype == torch.int8
     is_cpu = device.type == "cpu" and not options.compile
@@ -109,7 +119,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     num_params = sum(math.prod(weight.shape) for weight in set(checkpoint.state_dict.values()))
     if checkpoint.own_model:
         backend = OwnBackend(checkpoint.own_model, config, device, dtype, options.compile)
-    elif not is_edited and wants_kernels and process.has_numba(is_required=is_int8):
+    elif not is_edited and wants_kernels and has_numba(is_required=is_int8):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, is_int8, options.draft)
     else:
@@ -177,3 +187,76 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
             for name, value in module.named_parameters():
                 setattr(module, name, nn.Parameter(value.to(dtype), requires_grad=False))
     return model
+
+
+# ---- what the machine has
+
+def limit_threads() -> None:
+    """Let torch, and so the kernels, use no more threads than a container has the time of, unless
+    the user chose.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torch has counted the cores.
+        torch.set_num_threads(min([torch.get_num_threads(), *cpu_limits()]))
+
+
+def cpu_limits() -> Iterator[int]:
+    """The cores of which each control group (version 2), such as a container, has the time."""
+    with suppress(OSError): # not Linux
+        own = OWN_CGROUPS.read_text().partition("0::")[2] # such as "0::/docker/1f"
+        group = CGROUPS / own.strip("/\n")
+        for folder in group, *group.parents:
+            with suppress(OSError): # inside a container, only the folder of its root may be there
+                quota, period = (folder / "cpu.max").read_text().split()
+                if quota != "max":
+                    yield math.ceil(int(quota) / int(period))
+
+
+def has_numba(is_required: bool) -> bool:
+    """Whether numba works here. If not, a warning says so, or an error if it is required."""
+    remedy = "pip install --force-reinstall numba, or unset NUMBA_* variables"
+    # numba reads this file when it is imported and when it compiles. It may come with a stranger's
+    # model, and can name a folder of pickles that numba then loads.
+    if os.path.isfile(".numba_config.yaml"):
+        reason = "which would apply the .numba_config.yaml of this folder"
+        remedy = "remove that file, or start in another folder"
+    elif "numba" not in sys.modules and free_addresses() < NUMBA_BYTES:
+        # It could fail half-way, and keep the memory.
+        reason = f"which takes {NUMBA_BYTES >> 20} MB, and less is left below the limit of memory"
+        remedy = "raise the limit, which ulimit -v shows in KiB"
+    else:
+        reason = numba_failure()
+    if not reason:
+        return True
+    message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): {remedy}"
+    if is_required:
+        raise ValueError(message)
+    logger.warning(f"{message}; continuing without the kernels, which is slower")
+    return False
+
+
+def free_addresses() -> float:
+    """How many bytes this process may still map, below a limit such as that of ulimit -v."""
+    with suppress(ImportError, OSError): # not Linux
+        import resource
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        if limit != resource.RLIM_INFINITY:
+            return limit - num_pages * resource.getpagesize()
+    return math.inf
+
+
+def numba_failure() -> str:
+    """Why numba does not work; empty if it does."""
+    num_threads = torch.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            # numba's warning about a variable has a traceback of its own.
+            warnings.simplefilter("error", RuntimeWarning)
+            import numba
+        # Starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names.
+        numba.get_num_threads()
+        torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it
+        return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
+    except Exception as error: # it, or what it needs, is missing or broken, or a variable is wrong
+        return f"{type(error).__name__}: {first_sentence(error)}"

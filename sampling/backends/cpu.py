@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from sampling import jit
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend, many_rows_linear
+from sampling.backends.backend_choice import has_numba
 from sampling.checkpoints.checkpoint import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
-from sampling.process import has_numba
 
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)

@@ -1,7 +1,6 @@
 """Checkpoint: a model as data. Reads the tensors of one, checks that they fit the model, and builds
 a GPT of it.
 """
-import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -28,7 +27,6 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 TRANSFORMER_PARTS = {"wte", "wpe", "h", "ln_f"}
 GPT_PARTS = TRANSFORMER_PARTS | {"transformer", "lm_head"}
 MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
-VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 
 
 @dataclass
@@ -205,39 +203,6 @@ def describe_misfits(found: Mapping[str, StoredTensor | Tensor],
         if shape != wanted:
             problems.append(f"{name}: {shape} instead of {wanted}")
     return f"({len(problems)} differ): {'; '.join(problems[:5])}" if problems else ""
-
-
-def count_init_draws(tensors: Mapping[str, Any]) -> int:
-    """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these
-    tensors, which may be QuantizedWeights.
-
-    It builds the model after it sets the seed. PyTorch initialises every Linear (weight and bias,
-    uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with normal_,
-    and every c_proj.weight once more.
-    """
-    draws = 0
-    num_small = 0
-    for name, tensor in tensors.items():
-        if len(tensor.shape) != 2: # a norm, or a bias
-            continue
-        size = math.prod(tensor.shape)
-        is_embedding = name.endswith(("wte.weight", "wpe.weight"))
-        num_normal = 1
-        if is_embedding or name.endswith("c_proj.weight"):
-            num_normal = 2
-        if not is_embedding:
-            draws += size
-            if name.removesuffix("weight") + "bias" in tensors:
-                draws += tensor.shape[0]
-        if size < VECTOR_SIZE:
-            num_small += num_normal * size
-            continue
-        draws += num_normal * size
-        if size % VECTOR_SIZE: # a partial last vector is drawn again, as a whole one
-            draws += num_normal * VECTOR_SIZE
-    # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for
-    # its next call.
-    return draws + 4 * -(-num_small // 2)
 
 
 # ---- int8

@@ -1,23 +1,18 @@
-"""Where the checkpoint that the user means lies, and its model.py; the wait for its next save; and
-what to do where no model is found: a flag that works, and never leads back to the error.
+"""Where the checkpoint that the user means lies, and its model.py; and what to do where no
+model is found: a flag that works, and never leads back to the error.
 """
 import ast
 import difflib
 import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from sampling.checkpoints.untrusted_files import (
-    ANNOUNCED_WAITS,
     UNREADABLE,
-    RejectedFileError,
-    file_state,
     parse_python,
     read_json,
 )
@@ -54,7 +49,6 @@ HUGGINGFACE_NAMES = {
 # The module from which a script imports a GPT, or all, or which may be one that has a GPT.
 IMPORT_OF_GPT = re.compile(r"^ *(?:from \.*(\w[\w.]*) import (?:.*GPT(?:Config)?\b|\*)"
                            r"|import ([\w.]*(?:model|gpt)[\w.]*))", re.MULTILINE)
-WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 
 
 def checkpoint_path(out_dir: str | Path) -> Path:
@@ -251,44 +245,3 @@ def describe_other(files: Iterable[Path]) -> str:
                 return (f"{file} is {kind}: docs/usage.md#other-formats says how to make a model "
                         "of it")
     return ""
-
-
-# ---- waiting for the next save
-
-def load_saves(out_dir: str | Path, load: Callable[[], Any]) -> Iterator[Any]:
-    """Wait for a checkpoint in out_dir, and yield what load returns for it; then again after each
-    new save. If load rejects the file, wait for its next save: it may be whole then.
-    """
-    last = None
-    while True:
-        path = checkpoint_path(out_dir)
-        state = file_state(path)
-        if last or not state:
-            if path not in ANNOUNCED_WAITS:
-                logger.info(f"waiting for the {'next' if last else 'first'} save of {path}")
-            state = wait_for_save(out_dir, last)
-            path = checkpoint_path(out_dir)
-        try:
-            model = load()
-        except (FileNotFoundError, RejectedFileError) as error:
-            if path not in ANNOUNCED_WAITS:
-                logger.warning(f"{error}; waiting for the next save of {path}")
-                ANNOUNCED_WAITS.add(path)
-            last = state
-            continue
-        ANNOUNCED_WAITS.discard(path)
-        # A training may have saved a newer one between the wait and the load.
-        last = model.checkpoint.file_state or state
-        yield model
-        model = None # the memory must be free before the next model is loaded
-
-
-def wait_for_save(out_dir: str | Path, last: tuple | None) -> tuple:
-    """The state of the next checkpoint, when its save is over: it stays the same for a while."""
-    previous = None
-    while True:
-        state = file_state(checkpoint_path(out_dir))
-        if state == previous and state not in (last, None):
-            return state
-        time.sleep(WATCH_POLL)
-        previous = state

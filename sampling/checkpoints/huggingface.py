@@ -26,10 +26,11 @@ from sampling.checkpoints.finding import (
     missing_weights,
     newest_first,
 )
+from sampling.checkpoints.saves import read_complete
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import is_inside, read_complete, read_json, require
+from sampling.checkpoints.untrusted_files import is_inside, read_json, require
+from sampling.errors import first_sentence
 from sampling.model import GPTConfig
-from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
 FILES = [WEIGHTS[0], "*.index.json", "*config.json", "*token*.json", "vocab.*", "merges.txt",

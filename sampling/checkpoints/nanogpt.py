@@ -18,7 +18,6 @@ from sampling.checkpoints.checkpoint import (
     HEAD,
     Checkpoint,
     checksum,
-    count_init_draws,
     read_model,
     require_tensors,
     share_head,
@@ -28,14 +27,11 @@ from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.model_source import NANOGPT, ModelSource, read_source
 from sampling.checkpoints.own_model import load_own_model
 from sampling.checkpoints.pickles import StoredTensor, describe, fields_of, unwrap
+from sampling.checkpoints.saves import file_state, read_complete
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
-from sampling.checkpoints.untrusted_files import (
-    RejectedFileError,
-    file_state,
-    read_complete,
-    require,
-)
+from sampling.checkpoints.untrusted_files import RejectedFileError, require
 from sampling.model import GPTConfig
+from sampling.sampler.row_streams import count_init_draws
 
 logger = logging.getLogger(__name__)
 UNEDITED = ModelSource(Path(NANOGPT), [], {}) # nanoGPT's newest

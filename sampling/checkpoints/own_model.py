@@ -1,46 +1,31 @@
 """The GPT of the user's own model.py. Unlike all else in this folder, this runs a file: the one
 that model_file names. Its model then computes the logits.
 """
-import ast
 import inspect
 import logging
 import os
-import sys
-import traceback
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from threading import RLock
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sampling.checkpoints.checkpoint import (
-    MASK_BUFFER,
-    count_init_draws,
-    describe_misfits,
-    without_wrappers,
-)
+from sampling.checkpoints.checkpoint import MASK_BUFFER, describe_misfits, without_wrappers
 from sampling.checkpoints.model_source import NANOGPT, read_source
-from sampling.checkpoints.untrusted_files import UNREADABLE, parse_python
 from sampling.model import GPTConfig
-from sampling.process import import_from, is_out_of_memory
 from sampling.sampler.mt19937 import advance_mt19937
+from sampling.sampler.row_streams import count_init_draws
+from sampling.user_code import import_file, importing, module_name, running
 
 logger = logging.getLogger(__name__)
 # How far a row's logits may differ alone and beside others, in standard deviations of the logits.
 TOLERANCE = 1e-4
 PROBE_SEED = 2_943_182_117 # no model sets it itself, so each that sets a seed is noticed
 MAX_DRAWS = 16 # for each weight, to initialise a model
-import_lock = RLock() # sys.path and sys.modules belong to the whole process
-imported: set[str] = set() # the modules of the latest model_file
 
 
 @dataclass
@@ -132,85 +117,6 @@ def announce(path: Path, gpt: nn.Module) -> None:
             advice = (", although it computes what nanoGPT's own does: without model_file, this "
                       "project's kernels run it much faster")
     logger.info(f"{path} runs itself, the whole window for each token, as in nanoGPT{advice}")
-
-
-# ---- the file
-
-@contextmanager
-def importing(path: Path, name: str) -> Iterator[dict[str, ModuleType]]:
-    """In this block, a model.py finds its neighbours, but not those of the one before.
-
-    The dict gets the modules of its folder. They stay in sys.modules, where pickles look for them,
-    if no other module has the place. A change of the working directory is undone.
-    """
-    root = path.parents[name.count(".")]
-    folders = map(str, (root, path.parent, path.parent.parent))
-    working_directory = os.getcwd()
-    with import_lock:
-        for key in imported:
-            sys.modules.pop(key, None)
-        try:
-            with import_from(*folders, name=name.partition(".")[0]) as modules:
-                yield modules
-        finally:
-            os.chdir(working_directory)
-        imported.clear()
-        for key, module in modules.items():
-            if sys.modules.setdefault(key, module) is module:
-                imported.add(key)
-
-
-def import_file(path: Path, name: str) -> ModuleType:
-    """Import a model.py, or the package in a folder, under this name. Its parents come first."""
-    parent = name.rpartition(".")[0]
-    if parent and parent not in sys.modules:
-        import_file(path.parent, parent)
-    file = path / "__init__.py" if path.is_dir() else path
-    loader = SourceFileLoader(name, str(file))
-    spec = spec_from_file_location(name, str(file), loader=loader)
-    module = sys.modules[name] = module_from_spec(spec)
-    if file.exists(): # a folder may have no __init__.py
-        loader.exec_module(module)
-    return module
-
-
-def module_name(path: Path) -> str:
-    """The name by which train.py imports it, such as model; or gpt.model, if the file has relative
-    imports and lies in the folder gpt. A dot inside of a file's name is none of a module's.
-    """
-    level = 0
-    with suppress(*UNREADABLE): # the import says why
-        for node in ast.walk(parse_python(path)):
-            level = max(level, getattr(node, "level", 0))
-    parts = [*path.parts[1:][-1 - level:-1], path.stem]
-    return ".".join(part.replace(".", "_") for part in parts)
-
-
-@contextmanager
-def running(path: Path, what: str) -> Iterator[None]:
-    """Run the user's code in this block.
-
-    What it prints goes to standard error. An exception becomes a ValueError that names the file and
-    its line.
-    """
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error: # also SystemExit, and types of its own
-        if is_out_of_memory(error):
-            raise
-        where = path
-        frames = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, SyntaxError): # Python has no frame of its line
-            frames.append(traceback.FrameSummary(error.filename or "", error.lineno, ""))
-        for frame in frames:
-            if Path(frame.filename).is_relative_to(path):
-                where = f"{path}, line {frame.lineno}"
-        # Unlike str, this never raises.
-        reason = " ".join(traceback.format_exception_only(error)[-1].split())
-        raise ValueError(f"{where}: {what}: {reason:.300}") from None
 
 
 # ---- the model

@@ -1,25 +1,16 @@
-"""Reads files that a stranger made, or that a training overwrites: one-line errors, text and JSON,
-Python's source, and whole saves.
-"""
+"""Reads files that a stranger made: one-line errors, text, JSON and Python's source."""
 import ast
 import json
 import logging
-import os
 import re
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from sampling.process import first_sentence, is_out_of_memory
+from sampling.errors import first_sentence, is_out_of_memory
 
 logger = logging.getLogger(__name__)
-# Seconds to wait for a file that is being written; a slow disk may stop a writer for seconds.
-MAX_WAIT = 10
-# Seconds between two attempts: a quick writer leaves little time between two saves.
-POLL = 0.01
 MAX_CONFIG_BYTES = 2**20 # a config.json: parsing it takes many times its size in memory
 MAX_TEXT_BYTES = 2**26 # another file, such as a tokenizer.json
 # nanoGPT's model.py has 17 KB, and those of its forks up to 60. A large one would take long to
@@ -28,8 +19,6 @@ MAX_SOURCE_BYTES = 2**17
 # Python joins the parts of an imported name at each dot: 40,000 of them would take a gigabyte.
 LONG_NAME = re.compile(rb"(\.[\s\\]*\w+[\s\\]*){50}")
 UNREADABLE = OSError, ValueError, SyntaxError, MemoryError, RecursionError # of parse_python
-# The paths of files whose next save a run waits for, and has said so: the line comes once.
-ANNOUNCED_WAITS: set[object] = set()
 
 
 # ---- errors
@@ -113,68 +102,3 @@ def parse_python(path: Path) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore") # about unknown escapes
         return ast.parse(source)
-
-
-# ---- files that a training overwrites
-
-def read_complete(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
-    """The result of read, which gets the open files at these paths.
-
-    While a training writes the files, they are read again, for up to MAX_WAIT seconds. Raises
-    ValueError, which names the file or the folder.
-    """
-    source = paths[0] if len(paths) == 1 else paths[0].parent
-    end = time.monotonic() + MAX_WAIT
-    is_waiting = False
-    while True:
-        try:
-            with reject_damaged(source):
-                require(time.monotonic() <= end,
-                        f"it is being written, and was never complete for {MAX_WAIT} seconds; try "
-                        "again between two saves, or copy the file when it is complete")
-                result = read_unchanged(paths, read)
-                if result is not None:
-                    return result
-        except OSError: # a writer may remove the file before it writes it again
-            if not is_waiting:
-                raise
-        if not (is_waiting or source in ANNOUNCED_WAITS):
-            logger.info(f"{source} is being written: waiting")
-        is_waiting = True
-        time.sleep(POLL)
-
-
-def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any | None:
-    """The result of read for the open files at these paths; None if one of them changed meanwhile,
-    or if one is damaged and was changed lately.
-
-    Files must never be mapped: a training may truncate them at any time, and a process that then
-    touches a mapped page dies. They are open only here: Windows lets nobody write an open file.
-    """
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(path, "rb")) for path in paths]
-
-        def states() -> list[tuple]:
-            return [file_state(file.fileno()) for file in files]
-
-        before = states()
-        try:
-            result = read(*files)
-        except Exception as e:
-            open(os.devnull).close() # if no more files can be open, this error says so
-            is_final = isinstance(e, RejectedFileError) or is_out_of_memory(e)
-            is_recent = any(abs(time.time() - changed) < MAX_WAIT for _, changed, _ in before)
-            if states() == before and (is_final or not is_recent):
-                raise
-            return None
-        return result if states() == before else None
-
-
-def file_state(file: Path | int) -> tuple | None:
-    """What changes when the file at this path, or with this descriptor, is written: its size, time
-    and inode. None if there is none now.
-    """
-    with suppress(OSError):
-        status = os.stat(file)
-        return status.st_size, status.st_mtime, status.st_ino
-    return None

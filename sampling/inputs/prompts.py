@@ -15,9 +15,9 @@ from stat import S_ISFIFO
 from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.process import expand_home, system_interrupts
+from sampling.process import system_interrupts
 from sampling.samples import Prompt, Result, Sample, Score
-from sampling.settings import ALIASES, RESULT_FIELDS, RULES, SAMPLING_SETTINGS
+from sampling.settings import ALIASES, RESULT_FIELDS, RULES, SAMPLING_SETTINGS, expand_home
 
 logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts

@@ -4,6 +4,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from sampling.inputs.prompts import parse_start
@@ -12,11 +13,13 @@ from sampling.outputs.html import write_page
 from sampling.outputs.jsonl import Record, Run, rounded, run_settings
 from sampling.outputs.lines_file import PAGE, LinesFile, open_output
 from sampling.outputs.printer import RULE, LinePrinter, Printer, Progress
-from sampling.process import END_SIGNALS, peak_memory
+from sampling.process import END_SIGNALS
 from sampling.samples import Piece, Prompt, Result, Score
 from sampling.settings import Settings, is_same_file
 
 if TYPE_CHECKING: # the import would load torch
+    import torch
+
     from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
@@ -191,3 +194,18 @@ def checkpoint_id(gpt: "TextGenerator") -> Record:
     checksum = zlib.crc32(vocabulary, int(checkpoint.crc32, 16))
     return {"path": checkpoint.path, "crc32": f"{checksum:08x}", "iter_num": checkpoint.iter_num,
             "val_loss": rounded(checkpoint.val_loss, 4)}
+
+
+def peak_memory(device: "torch.device") -> int | None:
+    """The peak memory of this process in bytes: of the GPU if device is one, otherwise RAM.
+
+    None if unknown.
+    """
+    if device.type == "cuda":
+        import torch  # not above: it takes a second
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(ImportError): # Windows
+        import resource
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return None

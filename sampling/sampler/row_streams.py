@@ -5,13 +5,18 @@ max_new_tokens * V exponential numbers into it. RowStreams gives each row of a b
 its own at this place. So a batch gets the same tokens as samples that are generated one after
 another.
 """
+import math
 from collections import deque
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sampling.sampler.mt19937 import advance_mt19937
+
+VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 
 
 class RunStream:
@@ -138,3 +143,36 @@ def exponential_is_from_bits() -> bool:
         noise = draw(torch.empty(4096, dtype=dtype, device="cpu"), generator)
         found.append([exponentials(noise), generator.get_state()])
     return all(map(torch.equal, *found))
+
+
+def count_init_draws(tensors: Mapping[str, Any]) -> int:
+    """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these
+    tensors, which may be QuantizedWeights.
+
+    It builds the model after it sets the seed. PyTorch initialises every Linear (weight and bias,
+    uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with normal_,
+    and every c_proj.weight once more.
+    """
+    draws = 0
+    num_small = 0
+    for name, tensor in tensors.items():
+        if len(tensor.shape) != 2: # a norm, or a bias
+            continue
+        size = math.prod(tensor.shape)
+        is_embedding = name.endswith(("wte.weight", "wpe.weight"))
+        num_normal = 1
+        if is_embedding or name.endswith("c_proj.weight"):
+            num_normal = 2
+        if not is_embedding:
+            draws += size
+            if name.removesuffix("weight") + "bias" in tensors:
+                draws += tensor.shape[0]
+        if size < VECTOR_SIZE:
+            num_small += num_normal * size
+            continue
+        draws += num_normal * size
+        if size % VECTOR_SIZE: # a partial last vector is drawn again, as a whole one
+            draws += num_normal * VECTOR_SIZE
+    # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for
+    # its next call.
+    return draws + 4 * -(-num_small // 2)

@@ -90,9 +90,9 @@ def test_without_numba_int8_is_an_error(monkeypatch):
 
 def test_too_small_a_limit_of_memory_is_named_before_numba_takes_any(monkeypatch, messages):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**60))
-    assert backend_choice.process.has_numba(is_required=False), "it has its memory already"
+    assert backend_choice.has_numba(is_required=False), "it has its memory already"
     monkeypatch.delitem(sys.modules, "numba")
-    assert not backend_choice.process.has_numba(is_required=False)
+    assert not backend_choice.has_numba(is_required=False)
     assert messages == [
         "the compiled kernels for CPUs, and dtype=int8, need numba (which takes 512 MB, and less "
         "is left below the limit of memory): raise the limit, which ulimit -v shows in KiB; "

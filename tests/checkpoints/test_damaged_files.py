@@ -14,7 +14,7 @@ import torch
 
 from attacks import write_settled
 from models import make_gpt, make_transformers_gpt2, same_model, save_checkpoint
-from sampling.checkpoints import untrusted_files
+from sampling.checkpoints import saves
 from sampling.checkpoints.checkpoint import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
@@ -30,7 +30,7 @@ def test_a_file_is_not_called_damaged_if_no_more_files_may_be_open(tmp_path):
     limits = getrlimit(RLIMIT_NOFILE)
     try:
         with pytest.raises(OSError, match=r"cannot read .*a: Too many open files"):
-            untrusted_files.read_complete([tmp_path / "a"], read)
+            saves.read_complete([tmp_path / "a"], read)
     finally:
         setrlimit(RLIMIT_NOFILE, limits)
 
@@ -98,7 +98,7 @@ def test_a_good_file_is_not_called_damaged_if_memory_runs_out(path, monkeypatch)
 def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
     message = f"^cannot read {tmp_path}: Is a directory; give another path"
     with pytest.raises(IsADirectoryError, match=message):
-        untrusted_files.read_complete([tmp_path], pytest.fail)
+        saves.read_complete([tmp_path], pytest.fail)
 
 
 # ---- files that are being written
@@ -121,7 +121,7 @@ def while_waiting(monkeypatch):
     """while_waiting(*actions) calls one action each time that a reader waits."""
     def install(*actions):
         actions = iter(actions)
-        monkeypatch.setattr(untrusted_files.time, "sleep", lambda seconds: next(actions)())
+        monkeypatch.setattr(saves.time, "sleep", lambda seconds: next(actions)())
         monkeypatch.setattr(untrusted_files, "MAX_WAIT", 1000) # on a busy machine
     return install
 

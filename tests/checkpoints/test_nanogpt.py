@@ -23,10 +23,11 @@ from attacks import write_settled
 from models import SHAPE, make_gpt, make_transformers_gpt2, same_model, save_checkpoint
 from project import PROJECT
 from sampling import model as nanogpt
-from sampling.checkpoints.checkpoint import EMBEDDING, HEAD, count_init_draws, quantize
+from sampling.checkpoints.checkpoint import EMBEDDING, HEAD, quantize
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.sampler.mt19937 import advance_mt19937
+from sampling.sampler.row_streams import count_init_draws
 
 SIZES = {name: SHAPE[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
 
@@ -205,7 +206,7 @@ def test_in_int8_each_weight_is_quantized_as_soon_as_it_is_read(tie, tmp_path, m
         assert not in_float32, "one at a time"
         in_float32.add(weight)
         return quantize(weight)
-    monkeypatch.setattr(checkpoint, "quantize", quantize_and_note)
+    monkeypatch.setattr("sampling.checkpoints.checkpoint.quantize", quantize_and_note)
     found = load_nanogpt(path, torch.int8)
     assert found.crc32 == load_nanogpt(path).crc32
     for name, tensor in model.state_dict().items():

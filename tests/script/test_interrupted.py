@@ -250,8 +250,8 @@ def test_the_first_process_of_a_container_ends_while_it_reads_a_model(number, st
     # The file is new and incomplete: the process reads it again, here for a long time.
     os.truncate(save_checkpoint(tmp_path, make_gpt()), 10_000)
     patient = tmp_path / "patient.py"
-    patient.write_text("from sampling.checkpoints import untrusted_files\n"
-                       "untrusted_files.MAX_WAIT = 1000\n")
+    patient.write_text("from sampling.checkpoints import saves\n"
+                       "saves.MAX_WAIT = 1000\n")
     run = patient, f"--out_dir={tmp_path}", "--device=cpu"
     assert end_first_process(number, b"is being written: waiting", *run) == (status, b"")
 

@@ -13,7 +13,8 @@ import torch
 import sampling
 from models import make_gpt, save_checkpoint
 from project import PROJECT, SCRIPT
-from sampling.process import cores_are_busy, peak_memory
+from sampling.outputs.outputs import peak_memory
+from sampling.process import cores_are_busy
 from script_process import run_program, run_python
 
 FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
