@@ -107,11 +107,10 @@ def load_gpt():
     """The model with its tokenizer, on its device."""
     from sampling.backends.backend_choice import is_short_run  # torch takes a second
     from sampling.text_generator import load_model
-    is_gpt2 = init_from != 'resume' # otherwise it is the ckpt.pt that train.py wrote
-    name = init_from if is_gpt2 else out_dir
+    setting = 'out_dir' if init_from == 'resume' else 'init_from' # a ckpt.pt of train.py, or GPT-2
     # The tokenizer: without a setting, a meta.pkl, or an encoding of tiktoken such as GPT-2's.
     options = ModelOptions(device, dtype, tokenizer, model_file, compile, cuda_graphs, draft)
-    return load_model(name, is_gpt2, options, is_short_run(globals()))
+    return load_model(setting, globals()[setting], options, is_short_run(globals()))
 
 
 def command(owns_process=True):

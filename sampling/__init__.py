@@ -67,23 +67,13 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     """
     shorten_spinning() # also for torch's threads, if torch is not imported yet
     from sampling.backends.backend_choice import warm_up
-    from sampling.checkpoints.finding import huggingface_config
-    from sampling.checkpoints.huggingface import is_hub_id
     from sampling.text_generator import load_model
     name = expand_home(os.fspath(name))
     options = ModelOptions(device, dtype, expand_home(tokenizer), expand_home(model_file), compile,
                            cuda_graphs, draft)
     check_options({"name": name, **vars(options)})
-    path = Path(name)
-    if os.path.lexists(path):
-        is_huggingface = huggingface_config(path) is not None and not (path / "ckpt.pt").is_file()
-    else:
-        is_huggingface = is_hub_id(name)
-    if is_huggingface and model_file:
-        raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave "
-                         "it out")
     try:
-        gpt = load_model(name, is_huggingface, options)
+        gpt = load_model("name", name, options)
         warm_up(gpt.backend)
         return gpt
     except (OSError, ValueError) as error: # a program has arguments, no flags

@@ -12,6 +12,7 @@ import torch
 from sampling.backends.backend import Backend, return_freed_memory
 from sampling.backends.backend_choice import choose_device, choose_dtype, prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.finding import is_huggingface
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.model_source import NANOGPT
 from sampling.checkpoints.nanogpt import load_nanogpt
@@ -59,7 +60,7 @@ class TextGenerator:
         """
         check_values(plain({"num_samples": num_samples, "batch_size": batch_size}))
         samples = self.samples_of(prompts, num_samples)
-        for _ in self.run(samples, params, batch_size, **settings):
+        for _ in self.run(samples, with_settings(params, settings), batch_size):
             pass
         return samples
 
@@ -69,7 +70,7 @@ class TextGenerator:
 
         Its method close ends the sample.
         """
-        steps = self.run(self.samples_of([prompt]), params, stream=True, **settings)
+        steps = self.run(self.samples_of([prompt]), with_settings(params, settings), stream=True)
         texts = ("".join(piece.text for piece in pieces) for _, pieces in steps)
         return (text for text in texts if text)
 
@@ -105,24 +106,15 @@ class TextGenerator:
             located.append(prompt)
         return list(make_samples(located, self.tokenizer, num_samples, is_score=is_score))
 
-    def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
-            batch_size: int | None = None, stream: bool = False,
-            **settings: Any) -> Updates:
+    def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams,
+            batch_size: int | None = None, stream: bool = False) -> Updates:
         """Generate samples, or score them: see Engine.generate and score_texts.
 
         Yields each with its new text.
         """
         check_fork()
-        if params is None:
-            params = SamplingParams()
         if isinstance(params, ScoringParams):
             return score_texts(self.backend, self.tokenizer, samples, params, batch_size)
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
-        for name in settings.keys() - vars(params):
-            raise TypeError(f"{name} is no field of SamplingParams"
-                            f"{suggest(name, vars(params), ALIASES)}")
-        params = replace(params, **settings)
         self.check_params(params)
         engine = Engine(self.checkpoint, self.tokenizer, self.backend, params, batch_size, stream)
         return engine.generate(self.announce(samples, params))
@@ -137,26 +129,35 @@ class TextGenerator:
             self.warn_about_stops()
 
     def announce(self, samples: Iterable[Sample], params: SamplingParams) -> Iterator[Sample]:
-        """Yield the samples. Says what the user may not expect of them."""
-        block_size = self.backend.config.block_size
-        can_shift = self.backend.has_cache and not params.context_shift
+        """Yield the samples. Says what the user may not expect of the new ones."""
         is_crop_announced = False
         for sample in samples:
-            num_ids = len(sample.prompt_ids)
-            is_new = not sample.already_saved
-            if num_ids > block_size and is_new and not is_crop_announced:
-                is_crop_announced = True
-                seen = self.tokenizer.decode(sample.prompt_ids[-block_size:])[:40]
-                logger.info(at(sample.prompt, f"the prompt has {num_ids} tokens, but the model "
-                                              f"sees only the last {block_size} of any, here "
-                                              f"from {seen!r} on"))
-            is_past = min(block_size, num_ids) + params.max_new_tokens > block_size
-            if is_past and is_new and can_shift and not self.has_announced_window:
-                self.has_announced_window = True
-                logger.info(f"past {block_size} tokens, each token recomputes the whole window, "
-                            "as in nanoGPT; with --context_shift, a full window loses its older "
-                            "half: much faster, but other text")
+            if not sample.already_saved:
+                is_crop_announced = is_crop_announced or self.announce_crop(sample)
+                self.announce_window(sample, params)
             yield sample
+
+    def announce_crop(self, sample: Sample) -> bool:
+        """Whether the model does not see all of a prompt, which a line then says."""
+        num_ids = len(sample.prompt_ids)
+        block_size = self.backend.config.block_size
+        if num_ids > block_size:
+            seen = self.tokenizer.decode(sample.prompt_ids[-block_size:])[:40]
+            logger.info(at(sample.prompt, f"the prompt has {num_ids} tokens, but the model sees "
+                                          f"only the last {block_size} of any, here from {seen!r} "
+                                          "on"))
+        return num_ids > block_size
+
+    def announce_window(self, sample: Sample, params: SamplingParams) -> None:
+        """Say once that a sample gets slow past block_size, and what helps."""
+        block_size = self.backend.config.block_size
+        can_shift = self.backend.has_cache and not params.context_shift
+        length = min(block_size, len(sample.prompt_ids)) + params.max_new_tokens
+        if can_shift and length > block_size and not self.has_announced_window:
+            self.has_announced_window = True
+            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in "
+                        "nanoGPT; with --context_shift, a full window loses its older half: much "
+                        "faster, but other text")
 
     def warn_about_stops(self) -> None:
         for text in self.checked_stops:
@@ -173,22 +174,38 @@ class TextGenerator:
                                f"{self.tokenizer.source} lacks {min(missing)!r}")
 
 
-def load_model(name: str, is_huggingface: bool, options: ModelOptions,
-               is_short: bool = False) -> TextGenerator:
-    """Load the ckpt.pt of this name, or a model of Hugging Face, with its tokenizer.
+def with_settings(params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
+    """The params, by default all defaults, with other values of some fields."""
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
+    for name in settings.keys() - vars(params):
+        raise TypeError(f"{name} is no field of SamplingParams"
+                        f"{suggest(name, vars(params), ALIASES)}")
+    return replace(params, **settings)
 
-    is_short: see is_short_run. Raises ValueError or OSError if there is no such model, or if it
-    cannot be used here.
+
+def load_model(setting: str, name: str, options: ModelOptions,
+               is_short: bool = False) -> TextGenerator:
+    """Load the ckpt.pt or the model of Hugging Face that a setting names, with its tokenizer.
+
+    setting: see is_huggingface. is_short: see is_short_run. Raises ValueError or OSError if there
+    is no such model, or if it cannot be used here.
     """
-    is_nanogpts = options.model_file not in (None, NANOGPT)
+    is_of_hub = is_huggingface(setting, name)
+    if is_of_hub and options.model_file:
+        raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave "
+                         "it out")
+    runs_itself = options.model_file not in (None, NANOGPT)
     return_freed_memory() # that of the model before this one
     device = choose_device(options.device)
-    dtype = choose_dtype(device, options.dtype, is_nanogpts)
+    dtype = choose_dtype(device, options.dtype, runs_itself)
     # In the caller's inference mode, the weights could not be used outside of it; nor on the
     # caller's default device.
     with torch.inference_mode(False), torch.device("cpu"):
         with system_interrupts(): # a stranger's file may keep Python busy for minutes
-            if is_huggingface:
+            if is_of_hub:
                 checkpoint = load_huggingface(name, dtype)
             else:
                 checkpoint = load_nanogpt(name, dtype, options.model_file)

@@ -18,7 +18,7 @@ from sampling.backends.cuda import CUDABackend
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.samples import Prompt, Sample
 from sampling.settings import SamplingParams
-from sampling.text_generator import TextGenerator
+from sampling.text_generator import TextGenerator, with_settings
 
 LONG_PROMPT = "And then they all went home. "
 PROMPTS = ["The ", "Thou", "What is it?", "a" * 15, "b" * 16, LONG_PROMPT, "x", "yes, "]
@@ -80,11 +80,12 @@ def make_samples(texts):
     return [Sample(i, Prompt(text), TOKENIZER.encode(text)) for i, text in enumerate(texts)]
 
 
-def run(gpt, samples, *arguments, **settings):
+def run(gpt, samples, params=None, batch_size=None, stream=False, **settings):
     """The finished samples, as gpt.run yields them. The pieces must be the texts."""
+    params = with_settings(params, settings)
     shown = defaultdict(str)
     finished = []
-    for sample, pieces in gpt.run(samples, *arguments, **settings):
+    for sample, pieces in gpt.run(samples, params, batch_size, stream):
         shown[sample.index] += "".join(piece.text for piece in pieces)
         if sample.finish_reason:
             assert shown[sample.index] == sample.text

@@ -15,7 +15,7 @@ from models import make_gpt, save_checkpoint
 from project import RULE
 from sampling import text_generator
 from sampling.backends.backend import Backend
-from sampling.checkpoints import finding, untrusted_files
+from sampling.checkpoints import saves
 from sampling.checkpoints.nanogpt import load_nanogpt
 from script_process import start_script
 
@@ -91,8 +91,7 @@ def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_o
             os.utime(path, (now, now))
             end = now + 12
     clock = SimpleNamespace(sleep=sleep, time=lambda: now, monotonic=lambda: now)
-    monkeypatch.setattr(finding, "time", clock)
-    monkeypatch.setattr(untrusted_files, "time", clock)
+    monkeypatch.setattr(saves, "time", clock)
     sleep(0)
     done = run_script(*WATCH, cwd=tmp_path)
     waiting = "waiting for the next save of out/ckpt.pt\n"
@@ -119,7 +118,7 @@ def test_a_model_is_freed_before_the_next_is_loaded(
         return load(*arguments)
     gc.collect()
     monkeypatch.setattr(text_generator, "load_nanogpt", note_and_load)
-    monkeypatch.setattr(finding, "load_saves", lambda out_dir, load: (load() for _ in range(3)))
+    monkeypatch.setattr(saves, "load_saves", lambda out_dir, load: (load() for _ in range(3)))
     session = b"The \n:reload\n:again\n"
     done = run_script(f"--out_dir={char_checkpoint}", "--device=cpu", "--max_new_tokens=9", *flags,
                       stdin=session)
@@ -133,7 +132,7 @@ def test_a_save_between_the_wait_and_the_load_is_sampled_once(tmp_path, monkeypa
         return SimpleNamespace(checkpoint=load_nanogpt(tmp_path))
     save_checkpoint(tmp_path, make_gpt())
     monkeypatch.setattr(time, "sleep", MagicMock(side_effect=[None, None, TimeoutError]))
-    saves = saves.load_saves(tmp_path, save_and_load)
-    next(saves)
+    models = saves.load_saves(tmp_path, save_and_load)
+    next(models)
     with pytest.raises(TimeoutError): # no other save comes
-        next(saves)
+        next(models)

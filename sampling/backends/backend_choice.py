@@ -69,11 +69,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> torch.dtype:
+def choose_dtype(device: torch.device, name: str, runs_itself: bool = False) -> torch.dtype:
     """The dtype of this name.
 
-    'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere. is_nanogpts: as nanoGPT,
-    which takes bfloat16 even where the GPU emulates it.
+    'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere. runs_itself: the user's own
+    model gets what nanoGPT gives it: bfloat16 even where the GPU emulates it.
     """
     if name == "int8":
         if device.type != "cpu":
@@ -87,7 +87,7 @@ def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> 
     if device.type == "cuda":
         with torch.cuda.device(device): # is_bf16_supported asks about the current device
             if name == "auto": # emulation is slow
-                has_bf16 = torch.cuda.is_bf16_supported(including_emulation=is_nanogpts)
+                has_bf16 = torch.cuda.is_bf16_supported(including_emulation=runs_itself)
                 name = "bfloat16" if has_bf16 else "float16"
             elif name == "bfloat16" and not torch.cuda.is_bf16_supported():
                 raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or "

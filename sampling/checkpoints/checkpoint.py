@@ -16,6 +16,7 @@ from sampling.checkpoints.pickles import StoredTensor, describe, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
 from sampling.checkpoints.untrusted_files import require
 from sampling.model import GPT, GPTConfig
+from sampling.sampler.row_streams import count_init_draws
 
 StoredTensors = dict[str, StoredTensor] # by name
 HEAD = "lm_head.weight"
@@ -43,7 +44,8 @@ class Checkpoint:
     folder: Path # the folder of the file or the model; it may hold the tokenizer
     crc32: str = "" # a checksum of the tensors, 8 hexadecimal digits
     is_huggingface: bool = False # otherwise it is a ckpt.pt
-    # How many 32-bit random numbers nanoGPT draws to initialise such a model.
+    # How many 32-bit random numbers nanoGPT draws, after it sets the seed, to initialise such a
+    # model. build-nanogpt sets the seed later, but gets nanoGPT's samples.
     num_init_draws: int = 0
     iter_num: int | None = None # how many steps the model was trained
     val_loss: float | None = None
@@ -60,6 +62,15 @@ class Checkpoint:
         if self.val_loss is not None:
             facts.append(f"validation loss {self.val_loss:.4f}")
         return f"{self.path}: {', '.join(facts) or 'loaded'}"
+
+
+class Model(NamedTuple):
+    """The tensors of a model, and what they are for: fields of a Checkpoint."""
+    config: GPTConfig
+    state_dict: dict
+    crc32: str
+    num_init_draws: int
+    own_model: Any = None
 
 
 # ---- tensors by name
@@ -124,8 +135,8 @@ def require_tensors(tensors: object, file: TensorFile) -> StoredTensors:
 
 # ---- reading
 
-def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> dict:
-    """Read the tensors. Returns the fields config, state_dict and crc32 of a Checkpoint.
+def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> Model:
+    """Read the tensors.
 
     model_args: fields of GPTConfig. If they lack bias, the tensors show whether there are biases.
     dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as
@@ -153,8 +164,8 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
             state_dict[name] = quantize(read(name))
         else:
             state_dict[name] = read(name)
-    return {"config": replace(config, tie_word_embeddings=is_tied), "state_dict": state_dict,
-            "crc32": f"{checksum(config, stored):08x}"}
+    return Model(replace(config, tie_word_embeddings=is_tied), state_dict,
+                 f"{checksum(config, stored):08x}", count_init_draws(state_dict))
 
 
 def checksum(config: object, stored: StoredTensors) -> int:

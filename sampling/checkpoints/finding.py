@@ -108,6 +108,28 @@ def huggingface_folder(path: Path) -> Path:
     return path
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name may be an id of the hub: it is no path, and not the name of a file."""
+    is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
+    return bool(is_id) and not SAVED.fullmatch(Path(name).name)
+
+
+def is_huggingface(setting: str, value: str) -> bool:
+    """Whether a setting names a model of Hugging Face, and no ckpt.pt.
+
+    setting: init_from, out_dir, or name, the argument of sampling.load, which means either.
+    """
+    path = Path(value)
+    if setting == "init_from":
+        return True
+    if setting == "name" and not os.path.lexists(path):
+        return is_hub_id(value)
+    if setting == "name" and huggingface_config(path) and not (path / "ckpt.pt").is_file():
+        return True
+    path = checkpoint_path(path)
+    return huggingface_folder(path) != path # a file of its weights
+
+
 # ---- its code and its data
 
 def code_folders(checkpoint: Path) -> dict[Path, list[Path]]:

@@ -10,6 +10,7 @@ import torch
 
 from sampling.checkpoints.checkpoint import (
     Checkpoint,
+    Model,
     nanogpt_names,
     read_model,
     share_head,
@@ -17,12 +18,12 @@ from sampling.checkpoints.checkpoint import (
 )
 from sampling.checkpoints.finding import (
     HUGGINGFACE_NAMES,
-    SAVED,
     WEIGHTS,
     advice,
     has_weights,
     huggingface_config,
     huggingface_folder,
+    is_hub_id,
     missing_weights,
     newest_first,
 )
@@ -69,7 +70,7 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
     paths, shard_of = weight_files(folder)
     unneeded = set()
 
-    def read(*weights: BinaryIO) -> dict:
+    def read(*weights: BinaryIO) -> Model:
         stored = {}
         places = nanogpt_names(shard_of)
         for path, file in zip(paths, weights, strict=True):
@@ -85,12 +86,14 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
         # A head that differs is used all the same, as in transformers.
         if config.get("tie_word_embeddings", True):
             stored = share_head(stored)
-        fields = read_model(model_args, stored, dtype)
-        scale_queries(fields["state_dict"], config, fields["config"])
-        return fields
+        model = read_model(model_args, stored, dtype)
+        scale_queries(model.state_dict, config, model.config)
+        return model
 
-    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True,
-                            raw_config=config, **read_complete(paths, read))
+    model = read_complete(paths, read)
+    checkpoint = Checkpoint(path=name_or_folder, folder=folder, config=model.config,
+                            state_dict=model.state_dict, crc32=model.crc32, raw_config=config,
+                            is_huggingface=True)
     logger.info(checkpoint.describe())
     if unneeded:
         names = ", ".join(sorted(unneeded)) # a stranger's
@@ -173,12 +176,6 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
     if config:
         return folder, config
     raise ValueError(f"{path} is no Hugging Face model; {advice(path)}{of_hub}")
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name may be an id of the hub: it is no path, and not the name of a file."""
-    is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
-    return bool(is_id) and not SAVED.fullmatch(Path(name).name)
 
 
 def may_be_on_hub(name: str) -> bool:

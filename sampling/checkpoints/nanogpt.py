@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 from shlex import quote
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from sampling.checkpoints.checkpoint import (
     EMBEDDING,
     HEAD,
     Checkpoint,
+    Model,
     checksum,
     read_model,
     require_tensors,
     share_head,
     tensors_by_name,
 )
-from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.model_source import NANOGPT, ModelSource, read_source
 from sampling.checkpoints.own_model import load_own_model
 from sampling.checkpoints.pickles import StoredTensor, describe, fields_of, unwrap
@@ -31,7 +31,6 @@ from sampling.checkpoints.saves import file_state, read_complete
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 from sampling.checkpoints.untrusted_files import RejectedFileError, require
 from sampling.model import GPTConfig
-from sampling.sampler.row_streams import count_init_draws
 
 logger = logging.getLogger(__name__)
 UNEDITED = ModelSource(Path(NANOGPT), [], {}) # nanoGPT's newest
@@ -60,8 +59,6 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
     Raises OSError if the file cannot be opened, ValueError if it is damaged or holds no GPT.
     """
     path = finding.checkpoint_path(out_dir)
-    if finding.huggingface_folder(path) != path: # a weight file of GPT-2
-        return load_huggingface(str(path), dtype)
     if not os.path.isfile(path) or finding.describe_other([path]):
         is_folder = ", which is a folder" if os.path.isdir(path) else ""
         raise FileNotFoundError(f"there is no checkpoint at {path}{is_folder}; "
@@ -72,16 +69,21 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
                          "nanoGPT's own, start in another folder")
     if model_file in (None, NANOGPT):
         source = UNEDITED if model_file else find_source(path)
-        fields = read_complete([path], lambda file: read_gpt(file, source.defaults, dtype))
-        if source.drops_while_sampling and fields["config"].dropout:
+        model, training = read_complete(
+            [path], lambda file: read_gpt(file, source.defaults, dtype))
+        if source.drops_while_sampling and model.config.dropout:
             source.reject(["dropout while it samples"])
     else:
-        model_args, tensors, facts, crc = read_complete([path], read_own)
+        model_args, tensors, crc, training = read_complete([path], read_own)
         model_path = Path(os.path.abspath(model_file))
         if model_path.is_dir() and not (model_path / "__init__.py").exists(): # no package
             model_path /= "model.py"
-        fields = facts | load_own_model(model_path, model_args, tensors, crc)
-    checkpoint = Checkpoint(path=str(path), folder=path.parent, **fields)
+        model = load_own_model(model_path, model_args, tensors, crc)
+    checkpoint = Checkpoint(
+        path=str(path), folder=path.parent, config=model.config, state_dict=model.state_dict,
+        crc32=model.crc32, num_init_draws=model.num_init_draws, own_model=model.own_model,
+        raw_config=training.raw_config, iter_num=training.iter_num, val_loss=training.val_loss,
+        file_state=training.file_state)
     logger.info(checkpoint.describe())
     return checkpoint
 
@@ -103,54 +105,51 @@ def find_source(checkpoint: Path) -> ModelSource:
     return source
 
 
-def read_gpt(file: BinaryIO, defaults: dict, dtype: torch.dtype) -> dict:
-    """The fields of a Checkpoint from a file of nanoGPT's own GPT, whose model.py has these
-    defaults.
-    """
+class Training(NamedTuple):
+    """What a ckpt.pt says of its training: fields of a Checkpoint."""
+    raw_config: dict # nanoGPT: settings; build-nanogpt: sizes
+    iter_num: float | None
+    val_loss: float | None
+    file_state: tuple | None
+
+
+def read_gpt(file: BinaryIO, defaults: dict, dtype: torch.dtype) -> tuple[Model, Training]:
+    """A model of nanoGPT's own GPT, whose model.py has these defaults."""
     tensor_file = read_tensor_file(file)
     tensors, args_key, args = find_entries(tensor_file)
     stored = share_head(tensors_by_name(tensors, tensor_file))
     try:
         model_args = gpt_args(args_key, args, defaults)
-        fields = read_model(model_args, stored, dtype)
-        is_tied = fields["config"].tie_word_embeddings
+        model = read_model(model_args, stored, dtype)
+        is_tied = model.config.tie_word_embeddings
         if model_args.get("tie_word_embeddings", True) and not is_tied:
             # nanoGPT's load_state_dict copies both into one tensor, the head last.
             logger.warning(f"{file.name}: its lm_head.weight and transformer.wte.weight differ; "
                            "the first one counts for both, as in nanoGPT; if its model does not "
                            "tie them, pass --model_file with its model.py, which is run")
             stored[EMBEDDING] = stored[HEAD]
-            fields = read_model(model_args, stored, dtype)
+            model = read_model(model_args, stored, dtype)
     except RejectedFileError as error:
         raise RejectedFileError(f"{error}; if the code of its model was edited, pass --model_file "
                                 "with that model.py, which is run") from None
-    # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets
-    # nanoGPT's samples.
-    num_init_draws = count_init_draws(fields["state_dict"])
-    return read_facts(tensor_file) | fields | {"num_init_draws": num_init_draws}
+    return model, read_training(tensor_file)
 
 
-def read_own(file: BinaryIO) -> tuple[dict, dict[str, Tensor], dict, int]:
-    """For a model of the user's own: its fields, its tensors, what the file says of its training,
-    and a checksum of all.
-    """
+def read_own(file: BinaryIO) -> tuple[dict, dict[str, Tensor], int, Training]:
+    """For a model of the user's own: its fields, its tensors, and a checksum of both."""
     tensor_file = read_tensor_file(file)
     tensors, _, args = find_entries(tensor_file)
     model_args = fields_of(args)
     stored = require_tensors(tensors, tensor_file)
     read = {name: tensor_file.read(tensor) for name, tensor in stored.items()}
-    return model_args, read, read_facts(tensor_file), checksum(model_args, stored)
+    return model_args, read, checksum(model_args, stored), read_training(tensor_file)
 
 
-def read_facts(file: TensorFile) -> dict:
-    """What a ckpt.pt says of its training: fields of a Checkpoint."""
-    return {
-        # nanoGPT: settings; build-nanogpt: sizes.
-        "raw_config": fields_of(file.content.get("config")) or {},
-        "iter_num": read_number(file, "iter_num", "step"),
-        "val_loss": read_number(file, "best_val_loss", "val_loss"),
-        "file_state": file_state(file.file.fileno()),
-    }
+def read_training(file: TensorFile) -> Training:
+    return Training(fields_of(file.content.get("config")) or {},
+                    read_number(file, "iter_num", "step"),
+                    read_number(file, "best_val_loss", "val_loss"),
+                    file_state(file.file.fileno()))
 
 
 def find_entries(file: TensorFile) -> tuple[object, str, object]:

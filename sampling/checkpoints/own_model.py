@@ -9,12 +9,13 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sampling.checkpoints.checkpoint import MASK_BUFFER, describe_misfits, without_wrappers
+from sampling.checkpoints.checkpoint import MASK_BUFFER, Model, describe_misfits, without_wrappers
 from sampling.checkpoints.model_source import NANOGPT, read_source
 from sampling.model import GPTConfig
 from sampling.sampler.mt19937 import advance_mt19937
@@ -61,11 +62,11 @@ class OwnModel:
 
 
 def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
-                   crc: int) -> dict[str, Any]:
+                   crc: int) -> Model:
     """Import a model.py, and build its GPT from the fields and the tensors of a checkpoint.
 
-    Returns the fields config, state_dict, crc32 (of crc, the checkpoint's, and of all source),
-    num_init_draws and own_model of a Checkpoint. Raises ValueError with the file and its line.
+    crc: the checksum of these; that of the Model is also of all source. Raises ValueError with the
+    file and its line.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no model_file {path}: give the path of a model.py")
@@ -97,14 +98,16 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor],
         sizes = sizes_of(path, getattr(gpt, "config", config))
         vocab_size, needs_single_rows = try_model(path, gpt.eval(), sizes)
     announce(path, gpt)
+    crc = zlib.crc32(source_of(path, modules), crc)
+    return Model(GPTConfig(**sizes | {"vocab_size": vocab_size}), dict(gpt.named_parameters()),
+                 f"{crc:08x}", num_draws or 0, OwnModel(path, gpt, needs_single_rows))
+
+
+def source_of(path: Path, modules: dict[str, ModuleType]) -> bytes:
+    """The source of a model.py and of its neighbours."""
     files = {path, *(getattr(module, "__file__", None) for module in modules.values())}
     files = sorted(filter(os.path.isfile, {*map(str, files)}))
-    source = b"".join(Path(file).read_bytes() for file in files)
-    return {"config": GPTConfig(**sizes | {"vocab_size": vocab_size}),
-            "state_dict": dict(gpt.named_parameters()),
-            "crc32": f"{zlib.crc32(source, crc):08x}",
-            "num_init_draws": num_draws or 0,
-            "own_model": OwnModel(path, gpt, needs_single_rows)}
+    return b"".join(Path(file).read_bytes() for file in files)
 
 
 def announce(path: Path, gpt: nn.Module) -> None:

@@ -40,16 +40,9 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     watch: the prompts are used several times, so a pipe is an error.
     """
     kind, path = parse_start(start)
+    announce_other_reading(kind, path)
     if kind == "TEXT":
-        if os.path.isfile(start):
-            logger.info(f"the prompt is the text {start!r:.100}; to read the file, "
-                        f"pass --start=FILE:{start}")
-        if start == "\n" and is_piped():
-            logger.info("the prompt is a newline; for the text in the pipe, pass --start=FILE:-")
         return [Prompt(start)]
-    if kind == "FILE" and path.endswith(".jsonl"):
-        logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, "
-                    f"pass --start=JSONL:{path}")
     if path.endswith((".bin", ".npy")):
         raise ValueError(f"{path} is a file of tokens, as a prepare.py writes it: "
                          "give the text that it was made from")
@@ -61,6 +54,18 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
         raise ValueError("watch=True uses the prompts again for each checkpoint: "
                          "save them in a file")
     return chain([next(prompts)], prompts) # an error of the first prompt is raised at once
+
+
+def announce_other_reading(kind: str, path: str) -> None:
+    """Say how else the setting start could be meant. path: all of it, if it is a text."""
+    if kind == "TEXT" and os.path.isfile(path):
+        logger.info(f"the prompt is the text {path!r:.100}; to read the file, "
+                    f"pass --start=FILE:{path}")
+    if kind == "TEXT" and path == "\n" and is_piped():
+        logger.info("the prompt is a newline; for the text in the pipe, pass --start=FILE:-")
+    if kind == "FILE" and path.endswith(".jsonl"):
+        logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, "
+                    f"pass --start=JSONL:{path}")
 
 
 def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,

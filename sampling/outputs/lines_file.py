@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain, islice
 from typing import BinaryIO
 
 from sampling.outputs.console import name_write_errors, plural
@@ -77,24 +78,22 @@ class LinesFile:
                 raise ValueError(f"{where}, is one sample more than this run generates: give the "
                                  "file another name, or replace it with --overwrite")
             run.check(record, sample, where)
-            if isinstance(sample, Score): # Printer.print_total needs the sums of all texts
-                for name in SCORE_FIELDS:
-                    setattr(sample, name, record[name])
-            sample.already_saved = True
+            mark(sample, record)
             num_saved += 1
             yield sample
-        new = next(samples, None)
+        new = list(islice(samples, 1))
         if num_saved:
             saved = plural(num_saved, "text" if "score" in run.settings else "sample")
             if watch:
                 saved += " of this checkpoint"
-            if new:
-                logger.info(f"{self.path} holds {saved} already: resuming after them")
-            else:
-                logger.info(f"{self.path} is complete, with {saved}: nothing to do")
-        if new:
-            yield new
-        yield from samples
+            self.announce_saved(saved, is_complete=not new)
+        yield from chain(new, samples)
+
+    def announce_saved(self, saved: str, is_complete: bool) -> None:
+        if is_complete:
+            logger.info(f"{self.path} is complete, with {saved}: nothing to do")
+        else:
+            logger.info(f"{self.path} holds {saved} already: resuming after them")
 
     def continue_lines(self, run: Run, watch: bool) -> Iterator[tuple[str, Record]]:
         """Yield the records in the file, with their places. Then the file is ours: the next write
@@ -142,6 +141,14 @@ class LinesFile:
                 self.file.truncate(self.end) # only whole lines stay
                 raise
             self.end += len(line)
+
+
+def mark(sample: Result, record: Record) -> None:
+    """Mark a sample, or a score, as saved. Printer.print_total needs the sums of all scores."""
+    sample.already_saved = True
+    if isinstance(sample, Score):
+        for name in SCORE_FIELDS:
+            setattr(sample, name, record[name])
 
 
 # ---- opening

@@ -201,7 +201,7 @@ def test_a_gpu_whose_first_kernel_fails_is_an_error_or_the_cpu_is_used_with_one_
         choose_device("auto")
 
 
-@pytest.mark.parametrize("native, emulated, name, is_nanogpts, expected", [
+@pytest.mark.parametrize("native, emulated, name, runs_itself, expected", [
     (True, True, "auto", False, torch.bfloat16),
     (False, True, "auto", False, torch.float16), # a T4 emulates bfloat16, which is slow
     (False, True, "auto", True, torch.bfloat16), # as nanoGPT does
@@ -212,7 +212,7 @@ def test_a_gpu_whose_first_kernel_fails_is_an_error_or_the_cpu_is_used_with_one_
      "dtype=int8 runs only on a CPU; got device=cuda:1: use dtype=bfloat16, or device=cpu"),
 ])
 def test_the_dtype_on_a_gpu_or_the_error(
-        native, emulated, name, is_nanogpts, expected, monkeypatch):
+        native, emulated, name, runs_itself, expected, monkeypatch):
     def is_supported(including_emulation=True):
         current.assert_called_once_with(GPU) # the question is about this GPU
         return emulated if including_emulation else native
@@ -220,7 +220,7 @@ def test_the_dtype_on_a_gpu_or_the_error(
     monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     try:
-        found = choose_dtype(GPU, name, is_nanogpts)
+        found = choose_dtype(GPU, name, runs_itself)
     except ValueError as error:
         found = str(error)
     assert found == expected

@@ -122,13 +122,13 @@ def while_waiting(monkeypatch):
     def install(*actions):
         actions = iter(actions)
         monkeypatch.setattr(saves.time, "sleep", lambda seconds: next(actions)())
-        monkeypatch.setattr(untrusted_files, "MAX_WAIT", 1000) # on a busy machine
+        monkeypatch.setattr(saves, "MAX_WAIT", 1000) # on a busy machine
     return install
 
 
 def test_a_file_that_is_never_complete_is_an_error_that_says_so(
         before_reading, tmp_path, monkeypatch, messages):
-    monkeypatch.setattr(untrusted_files, "MAX_WAIT", 0.2)
+    monkeypatch.setattr(saves, "MAX_WAIT", 0.2)
     path = save_checkpoint(tmp_path, make_gpt())
     before_reading(lambda: os.utime(path))
     message = r"ckpt.pt: it is being written, and was never complete for 0.2 seconds"

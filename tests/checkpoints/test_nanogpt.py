@@ -28,6 +28,8 @@ from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.sampler.mt19937 import advance_mt19937
 from sampling.sampler.row_streams import count_init_draws
+from sampling.settings import ModelOptions
+from sampling.text_generator import load_model
 
 SIZES = {name: SHAPE[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
 
@@ -148,7 +150,11 @@ def test_the_line_says_what_is_there_and_a_flag_that_does_not_lead_back(
         assert " is no Hugging" not in next_error
 
 
-@pytest.mark.parametrize("load", [load_nanogpt, load_huggingface, sampling.load])
+def load_out_dir(path):
+    return load_model("out_dir", path, ModelOptions("cpu"))
+
+
+@pytest.mark.parametrize("load", [load_out_dir, load_huggingface, sampling.load])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
 def test_a_file_of_a_hugging_face_model_means_its_folder(load, name, tmp_path, gpt2_encoding):
     model = make_transformers_gpt2()
