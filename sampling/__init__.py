@@ -76,9 +76,8 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
         gpt = load_model("name", name, options)
         warm_up(gpt.backend)
         return gpt
-    except (OSError, ValueError) as error: # a program has arguments, no flags
-        message = re.sub("--(out_dir|init_from)", "name", str(error))
-        message = re.sub("--(tokenizer|model_file)", r"\1", message)
+    except (OSError, ValueError) as error:
+        message = re.sub("pass (out_dir|init_from)=", "pass name=", str(error))
         if message == str(error):
             raise
         raise type(error)(message) from None

@@ -156,8 +156,8 @@ class TextGenerator:
         if can_shift and length > block_size and not self.has_announced_window:
             self.has_announced_window = True
             logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in "
-                        "nanoGPT; with --context_shift, a full window loses its older half: much "
-                        "faster, but other text")
+                        "nanoGPT; pass context_shift=True to drop the older half of a full window "
+                        "instead: much faster, but other text")
 
     def warn_about_stops(self) -> None:
         for text in self.checked_stops:

@@ -179,7 +179,8 @@ class CUDABackend(EagerBackend):
             torch.cuda.synchronize(self.device)
         except RuntimeError:
             raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this "
-                             f"process: run it again with --cuda_graphs=False ({reason})") from None
+                             "process: run it again, and pass cuda_graphs=False "
+                             f"({reason})") from None
         self.has_graphs = False
         logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which "
                        "is slower")

@@ -1,5 +1,5 @@
 """Where the checkpoint that the user means lies, and its model.py; and what to do where no
-model is found: a flag that works, and never leads back to the error.
+model is found: a setting that works, and never leads back to the error.
 """
 import ast
 import difflib
@@ -183,12 +183,12 @@ def may_have_gpt(file: Path) -> bool:
 
 # ---- what to do where no model is found
 
-def flag_for(path: Path) -> str:
-    """The flag that loads the model at path; '' if there is none."""
+def setting_for(path: Path) -> str:
+    """The setting that loads the model at path; '' if there is none."""
     is_saved = SAVED.fullmatch(path.name) and os.path.isfile(path)
     if is_saved or os.path.isfile(path / "ckpt.pt"):
-        return f"--out_dir={quote(str(path))}"
-    return f"--init_from={quote(str(path))}" if has_weights(path) else ""
+        return f"out_dir={quote(str(path))}"
+    return f"init_from={quote(str(path))}" if has_weights(path) else ""
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
@@ -200,12 +200,12 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
         changed = os.path.getmtime(next(files, path))
         return int(step[1]) if step else -1, changed, path.name
 
-    models = {os.path.realpath(path): path for path in paths if flag_for(path)}
+    models = {os.path.realpath(path): path for path in paths if setting_for(path)}
     return sorted(models.values(), key=newness, reverse=True)
 
 
 def advice(path: Path) -> str:
-    """Which models are at path, in it, or else near it, and the flag that loads the first one."""
+    """Which models are at path, in it, or else near it, and the setting for the first one."""
     wanted = checkpoint_path(path)
     for part in wanted, *wanted.parents:
         if os.path.islink(part) and not os.path.exists(part):
@@ -232,11 +232,11 @@ def advice(path: Path) -> str:
             return answer
     # What is called gpt2 here would be taken for the model.
     gpt2 = "openai-community/gpt2" if os.path.lexists("gpt2") else "gpt2"
-    return f"pass --out_dir=FOLDER_OR_FILE, or --init_from={gpt2} for GPT-2"
+    return f"pass out_dir=FOLDER_OR_FILE; for GPT-2, pass init_from={gpt2}"
 
 
 def found(like: Path, places: Iterable[Path]) -> str:
-    """Which places hold a model, and the flag of the first one; '' if none.
+    """Which places hold a model, and the setting of the first one; '' if none.
 
     The newest comes first, or before it, what is called like a path that is no folder.
     """
@@ -249,14 +249,14 @@ def found(like: Path, places: Iterable[Path]) -> str:
     first = Path(names[0])
     if WEIGHT_FILE.fullmatch(first.name):
         return (f"{first} lacks its config.json: copy that beside it, and pass "
-                f"--init_from={quote(str(first.parent))}; for weights that nanoGPT trained, "
-                f"pass {flag_for(first)}")
+                f"init_from={quote(str(first.parent))}; for weights that nanoGPT trained, "
+                f"pass {setting_for(first)}")
     if first == like and os.path.isdir(like):
         kind = "ckpt.pt" if os.path.isfile(like / "ckpt.pt") else "a Hugging Face model"
-        return f"{like} holds {kind}; pass {flag_for(first)}"
+        return f"{like} holds {kind}; pass {setting_for(first)}"
     if len(names) > 5:
         names[5:] = ["..."]
-    return f"found {', '.join(names)}; pass {flag_for(first)}"
+    return f"found {', '.join(names)}; pass {setting_for(first)}"
 
 
 def describe_other(files: Iterable[Path]) -> str:

@@ -51,9 +51,9 @@ GELU = {
 MODEL_FIELDS = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "n_inner",
                 "layer_norm_epsilon")
 # The fields of generation_config.json that change the text, each with the value that does not: with
-# a flag, and without.
-FLAGS = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-NO_FLAGS = {
+# a setting of ours, and without.
+SETTINGS = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+WITHOUT_SETTING = {
     "num_beams": 1, "typical_p": 1, "no_repeat_ngram_size": 0, "min_length": 0,
     "min_new_tokens": 0, "bad_words_ids": [], "suppress_tokens": [],
 }
@@ -112,13 +112,13 @@ def warn_about_generation_config(folder: Path, config: dict) -> None:
     if path.is_file():
         fields = config | read_json(path)
     asked = []
-    for name, usual in (FLAGS | NO_FLAGS).items():
+    for name, usual in (SETTINGS | WITHOUT_SETTING).items():
         if fields.get(name) not in (None, usual):
             setting = f"{name}={fields[name]!r:.40}"
-            asked.append(f"--{setting}" if name in FLAGS else f"{setting} (no flag)")
+            asked.append(setting if name in SETTINGS else f"{setting} (no setting of ours)")
     if asked:
-        logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; nothing is applied "
-                       "without a flag")
+        logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; nothing of "
+                       "this is applied by itself")
 
 
 def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
@@ -144,7 +144,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
     if model_type != "gpt2":
         raise ValueError(f"{folder} has model_type {model_type!r:.60}; only gpt2 is supported")
     if "quantization_config" in config:
-        raise ValueError(f"{folder} holds quantized weights: pass --init_from with the model that "
+        raise ValueError(f"{folder} holds quantized weights: pass init_from=NAME of the model that "
                          "they were made from")
     activation = config.get("activation_function", "gelu_new")
     if activation not in list(GELU): # it may be of any type

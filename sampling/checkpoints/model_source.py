@@ -92,8 +92,8 @@ class ModelSource(NamedTuple):
             path = self.path.parent if self.path.stem == "__init__" else self.path
             raise ValueError(
                 f"{path} is not nanoGPT's model.py (it differs in {', '.join(differences):.300}); "
-                f"if the checkpoint was trained with it, pass --model_file={quote(str(path))}, "
-                f"which runs it; if with nanoGPT's own, pass --model_file={NANOGPT}")
+                f"if the checkpoint was trained with it, pass model_file={quote(str(path))}, "
+                f"which runs it; if with nanoGPT's own, pass model_file={NANOGPT}")
 
 
 def read_source(path: Path, root: Path | None = None) -> ModelSource:

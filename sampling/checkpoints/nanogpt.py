@@ -64,8 +64,8 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
         raise FileNotFoundError(f"there is no checkpoint at {path}{is_folder}; "
                                 f"{finding.advice(Path(out_dir))}")
     if model_file == NANOGPT and os.path.lexists(NANOGPT):
-        raise ValueError(f"--model_file={NANOGPT} is nanoGPT's own model.py, but here is a file or "
-                         f"folder of that name: for that, pass --model_file=./{NANOGPT}; for "
+        raise ValueError(f"model_file={NANOGPT} is nanoGPT's own model.py, but here is a file or "
+                         f"folder of that name: for that, pass model_file=./{NANOGPT}; for "
                          "nanoGPT's own, start in another folder")
     if model_file in (None, NANOGPT):
         source = UNEDITED if model_file else find_source(path)
@@ -126,12 +126,12 @@ def read_gpt(file: BinaryIO, defaults: dict, dtype: torch.dtype) -> tuple[Model,
             # nanoGPT's load_state_dict copies both into one tensor, the head last.
             logger.warning(f"{file.name}: its lm_head.weight and transformer.wte.weight differ; "
                            "the first one counts for both, as in nanoGPT; if its model does not "
-                           "tie them, pass --model_file with its model.py, which is run")
+                           "tie them, pass model_file=PATH of its model.py, which is run")
             stored[EMBEDDING] = stored[HEAD]
             model = read_model(model_args, stored, dtype)
     except RejectedFileError as error:
-        raise RejectedFileError(f"{error}; if the code of its model was edited, pass --model_file "
-                                "with that model.py, which is run") from None
+        raise RejectedFileError(f"{error}; if the code of its model was edited, pass "
+                                "model_file=PATH of that model.py, which is run") from None
     return model, read_training(tensor_file)
 
 
@@ -174,7 +174,7 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
         lacking = f"{', '.join(sorted(missing))} in model_args or config"
     folder = Path(file.file.name).parent
     require(not (lacking and finding.has_weights(folder)),
-            f"it belongs to a Hugging Face model; pass --init_from={quote(str(folder))}")
+            f"it belongs to a Hugging Face model; pass init_from={quote(str(folder))}")
     found = ", ".join(map(describe, list(entries)[:5])) or describe(file.content)
     require(not lacking,
             f"it is not a checkpoint of nanoGPT or build-nanogpt: it lacks {lacking}, and holds "

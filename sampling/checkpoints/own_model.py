@@ -112,7 +112,7 @@ def source_of(path: Path, modules: dict[str, ModuleType]) -> bytes:
 
 def announce(path: Path, gpt: nn.Module) -> None:
     """Say that the model runs itself, and what would be faster."""
-    advice = f"; if its edits change no logits, --model_file={NANOGPT} is much faster"
+    advice = f"; if its edits change no logits, pass model_file={NANOGPT}, which is much faster"
     with suppress(TypeError, OSError): # the file of the class is unknown
         source = read_source(Path(inspect.getfile(type(gpt))))
         source.warn_of_generate()

@@ -58,13 +58,13 @@ class CharTokenizer(Tokenizer):
         else:
             known = "".join(sorted(symbol for symbol in self.stoi if len(symbol) == 1))
             if "\\" in unknown:
-                advice = r"""; for a newline pass --start='"\n"'"""
+                advice = r"""; for a newline pass start='"\n"'"""
             composed = unicodedata.normalize("NFC", symbols)
             if self.stoi.keys() >= set(composed):
                 advice += ("; it has them composed: save the prompt in Unicode's form NFC, "
                            f"here {composed!r:.60}")
             if len(self.words) > len(known):
-                advice += f"; its tokens are words, {ALONE}: pass such as --start={known[-1:]!r}"
+                advice += f"; its tokens are words, {ALONE}: pass start={known[-1:]!r} or the like"
         return (f"the prompt has characters that {self.source} lacks: {listed}; "
                 f"it has {known!r:.200}{advice}")
 

@@ -61,10 +61,10 @@ class HFTokenizer(Tokenizer):
         ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
         if not ids:
             raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}: "
-                             "pass another --start")
+                             "give another prompt")
         if max(ids) >= self.vocab_size:
             raise ValueError(f"the prompt {text!r:.60} has a token of {self.source} that the model "
-                             "lacks: pass another --start")
+                             "lacks: give another prompt")
         return ids
 
     def num_bytes(self, ids: Sequence[int]) -> int:

@@ -20,7 +20,7 @@ ENCODINGS = {
 }
 # The text of unknown ids, and of bytes that form no character.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-ADVICE = (f"pass --tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCODINGS)}), "
+ADVICE = (f"pass tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCODINGS)}), "
           "a tokenizer.json or its folder, or a meta.pkl")
 
 
@@ -44,7 +44,7 @@ class Tokenizer:
         if self.knows_all:
             self.knows_all = False
             logger.warning(f"{self.source} has no text for token {token_id}: such tokens become "
-                           "U+FFFD; if it is not the model's own, pass another --tokenizer")
+                           "U+FFFD; if it is not the model's own, pass another tokenizer")
         return REPLACEMENT.encode()
 
     def missing_from(self, text: str) -> set | None:

@@ -91,7 +91,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
         meta = tokenizer_in(path)
         if found and meta and getattr(found, "itos", found) != getattr(meta, "itos", meta):
             raise ValueError(f"{' and '.join(map(str, metas))} differ; nanoGPT uses that in data; "
-                             "pass as --tokenizer the one that the model was trained with")
+                             "pass as tokenizer the one that the model was trained with")
         found = found or meta
     if found:
         return found
@@ -104,10 +104,10 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
             require(0 <= vocab_size - found.size <= -found.size % 1024,
                     f"{path} has {found.size} tokens, but the model has {vocab_size}")
             if vocab_size in GPT2_SIZES:
-                logger.warning(f"using {path}; for GPT-2's encoding, pass --tokenizer=gpt2")
+                logger.warning(f"using {path}; for GPT-2's encoding, pass tokenizer=gpt2")
             return found
     except ValueError as error:
-        logger.warning(f"not used: {error}; to use another tokenizer, pass --tokenizer")
+        logger.warning(f"not used: {error}; to use another, pass tokenizer=FILE")
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         return encoding
     if vocab_size not in GPT2_SIZES:

@@ -2,6 +2,7 @@
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ CONTROL_PICTURES = {i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n
 CONTROL_PICTURES[0x7f] = "\u2421"
 for invisible in range(0x80, 0xa0), range(0x202a, 0x202f), range(0x2066, 0x206a):
     CONTROL_PICTURES.update(dict.fromkeys(invisible, "\ufffd"))
+SETTING_TO_PASS = re.compile("pass (?=[a-z_]+=)") # which is a flag on the command line
 
 
 class ConsoleHandler(logging.Handler):
@@ -32,6 +34,7 @@ class ConsoleHandler(logging.Handler):
                 clear_bar()
                 prefix = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
                 message = record.getMessage().translate(CONTROL_PICTURES)
+                message = SETTING_TO_PASS.sub("pass --", message)
                 print(prefix + message, file=sys.stderr, flush=True)
 
 

@@ -224,7 +224,7 @@ def test_a_gpu_that_cannot_continue_is_an_error_that_says_what_to_do(number, mon
     error = RuntimeError(f"{reason}\nCompile with TORCH_USE_CUDA_DSA")
     record_graphs(monkeypatch, number, error)
     monkeypatch.setattr(torch.cuda, "synchronize", MagicMock(side_effect=error))
-    message = ("^a CUDA graph failed, .*: run it again with --cuda_graphs=False "
+    message = ("^a CUDA graph failed, .*: run it again, and pass cuda_graphs=False "
                rf"\(RuntimeError: {reason}\)$")
     with pytest.raises(ValueError, match=message):
         decode(CUDABackend(make_gpt()), PROMPTS, STEPS)

@@ -131,7 +131,7 @@ FOLDERS = { # what is changed
 }
 LINES = { # what a line must say
     "heads": ".* need: 'crossatt.*ln_cross.*score.*v_h.*",
-    "authors": r".* with --repetition_penalty=1\.5, no_repeat_ngram_size=3 \(no flag\); nothing.*",
+    "authors": r".* with repetition_penalty=1\.5, no_repeat_ngram_size=3 \(no setting .*",
 }
 
 
@@ -258,7 +258,7 @@ def lose_config(folder):
 
 
 @pytest.mark.parametrize("change, message", [
-    (lose_config, f"/{WEIGHTS} lacks its config.json: copy that beside it, and pass --init_from="),
+    (lose_config, f"/{WEIGHTS} lacks its config.json: copy that beside it, and pass init_from="),
     (link_to_nothing, f"/{WEIGHTS} is a link to blob, which is not there: repair or replace"),
     (leave_incomplete_download, "/a.incomplete is an incomplete download: download the"),
     (lose_index, f"-00001-of-00002.safetensors is a shard, but {INDEX}, which .* copy it there"),
@@ -270,7 +270,7 @@ def test_why_weights_are_missing_is_said_and_the_remedy_works(change, message, t
     for load in load_huggingface, load_nanogpt:
         with pytest.raises((OSError, ValueError), match=message) as error:
             load(str(tmp_path))
-        assert f"; pass --init_from={tmp_path}" not in str(error.value)
+        assert f"; pass init_from={tmp_path}" not in str(error.value)
     missing.rename(place)
     assert same_as_transformers(tmp_path, model)
 

@@ -77,18 +77,19 @@ SHARDS = "x/config.json x/model-00001-of-00002.safetensors"
 NO_INDEX = f"{SHARDS.split()[1]} is a shard, but model.safetensors.index.json, which"
 ADVICE = [ # what is there, older files first; the setting; a part of the line
     ("", "out_dir=out",
-     "there is no checkpoint at out/ckpt.pt; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2"),
-    (THREE, "out_dir=wrds/ckpt.pt", "found words, z, a; pass --out_dir=words"),
-    ("a/ckpt.pt runs/x/ckpt.pt b/ckpt.pt", "out_dir=runs", "found runs/x; pass --out_dir=runs/x"),
-    ("out/ckpt.pt out/log/x", "out_dir=out/log", "found out; pass --out_dir=out"),
-    ("out/ckpt.pt", "init_from=out", "out holds ckpt.pt; pass --out_dir=out;"),
-    ("out/ckpt.pt", "init_from=out/ckpt.pt", "found out/ckpt.pt; pass --out_dir=out/ckpt.pt"),
+     "there is no checkpoint at out/ckpt.pt; pass out_dir=FOLDER_OR_FILE; for GPT-2, pass "
+     "init_from=gpt2"),
+    (THREE, "out_dir=wrds/ckpt.pt", "found words, z, a; pass out_dir=words"),
+    ("a/ckpt.pt runs/x/ckpt.pt b/ckpt.pt", "out_dir=runs", "found runs/x; pass out_dir=runs/x"),
+    ("out/ckpt.pt out/log/x", "out_dir=out/log", "found out; pass out_dir=out"),
+    ("out/ckpt.pt", "init_from=out", "out holds ckpt.pt; pass out_dir=out;"),
+    ("out/ckpt.pt", "init_from=out/ckpt.pt", "found out/ckpt.pt; pass out_dir=out/ckpt.pt"),
     ("x/ckpt.pt o/best.ckpt o/best.bin o/train.bin", "out_dir=o",
      "found o/best.bin, o/best.ckpt; pass"),
     ("o/1.pt o/2.pt o/3.pt o/4.pt o/5.pt o/6.pt", "out_dir=o",
      "found o/6.pt, o/5.pt, o/4.pt, o/3.pt, o/2.pt, ...;"),
-    ("gpt2/x", "init_from=gpt2", "or --init_from=openai-community/gpt2 for GPT-2; for the hub's"),
-    ("gpt2", "out_dir=out", "or --init_from=openai-community/gpt2 for GPT-2"),
+    ("gpt2/x", "init_from=gpt2", "for GPT-2, pass init_from=openai-community/gpt2; for the hub's"),
+    ("gpt2", "out_dir=out", "for GPT-2, pass init_from=openai-community/gpt2"),
     (SHARDS, "init_from=x", NO_INDEX),
     (SHARDS, f"init_from={SHARDS.split()[1]}", NO_INDEX),
     (SHARDS, "out_dir=x", NO_INDEX),
@@ -97,12 +98,12 @@ ADVICE = [ # what is there, older files first; the setting; a part of the line
     ("out/ckpt.pt/x", "out_dir=out",
      "there is no checkpoint at out/ckpt.pt, which is a folder; pass"),
     (RUNS, "init_from=r",
-     "found r/checkpoint-1000, r/checkpoint-500; pass --init_from=r/checkpoint-1000"),
-    (HUB_FILES, "init_from=.", f"found {HUB}; pass --init_from={HUB}"),
+     "found r/checkpoint-1000, r/checkpoint-500; pass init_from=r/checkpoint-1000"),
+    (HUB_FILES, "init_from=.", f"found {HUB}; pass init_from={HUB}"),
     ("gpt/config.json gpt/model.safetensors", "out_dir=gpt",
-     "gpt holds a Hugging Face model; pass --init_from=gpt"),
+     "gpt holds a Hugging Face model; pass init_from=gpt"),
     ("a'b/config.json a'b/model.safetensors", "out_dir=a'b/ckpt.pt",
-     """pass --init_from='a'"'"'b'"""),
+     """pass init_from='a'"'"'b'"""),
     ("gpt/model.safetensors", "init_from=gpt/model.safetensors",
      "gpt/model.safetensors lacks its config.json: copy that"),
     ("x/config.json x/a.gguf", "init_from=x/a.gguf", "x/a.gguf is llama.cpp's: docs/usage.md"),
@@ -136,16 +137,16 @@ def make_files(names):
 
 
 @pytest.mark.parametrize("files, setting, line", ADVICE)
-def test_the_line_says_what_is_there_and_a_flag_that_does_not_lead_back(
+def test_the_line_says_what_is_there_and_a_setting_that_does_not_lead_back(
         files, setting, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_files(files)
     error = error_for(setting)
     assert line in error
-    for flag in re.findall(r"(?:; pass|or) --(\w+=[^ ,;]+)", error):
-        if "FOLDER_OR_FILE" in flag:
+    for advised in re.findall(r"; pass (\w+=[^ ,;]+)", error):
+        if "FOLDER_OR_FILE" in advised:
             continue
-        next_error = error_for(shlex.split(flag)[0])
+        next_error = error_for(shlex.split(advised)[0])
         assert "there is no" not in next_error
         assert " is no Hugging" not in next_error
 
@@ -162,7 +163,7 @@ def test_a_file_of_a_hugging_face_model_means_its_folder(load, name, tmp_path, g
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     path = str(tmp_path / name)
     if name == "pytorch_model.bin": # otherwise, the folder's weights would be others
-        with pytest.raises((OSError, ValueError), match=f"pass (name|--init_from)={tmp_path}"):
+        with pytest.raises((OSError, ValueError), match=f"pass (name|init_from)={tmp_path}"):
             load(path)
         assert load_huggingface(str(tmp_path)).folder == tmp_path # what the error says
         (tmp_path / "model.safetensors").unlink()

@@ -154,7 +154,7 @@ def test_score_is_the_loss_of_training_also_if_only_that_is_scaled(fork, tmp_pat
     ("--model_file=pipe.py", "model_file "),
     ("--model_file=/", "there is no model_file /model.py"),
     ("--model_file=nanogpt",
-     "--model_file=nanogpt is nanoGPT's own model.py, but here is a file or folder of that name: "
+     "model_file=nanogpt is nanoGPT's own model.py, but here is a file or folder of that name: "
      "for that, pass --model_file=./nanogpt"),
     ("--init_from=gpt2", "model_file is for a ckpt.pt: leave out init_from"),
 ])

@@ -45,7 +45,7 @@ def test_the_first_token_without_a_text_gets_a_warning(tmp_path, messages):
     tokenizer = load(tmp_path, {"stoi": {"a": 0, "b": 2}})
     assert [tokenizer.decode(ids) for ids in ([0, 2], [1], [3])] == ["ab", "\ufffd", "\ufffd"]
     assert messages == [f"{tmp_path}/meta.pkl has no text for token 1: such tokens become U+FFFD; "
-                        "if it is not the model's own, pass another --tokenizer"]
+                        "if it is not the model's own, pass another tokenizer"]
 
 
 @pytest.mark.parametrize("meta", [
@@ -83,10 +83,10 @@ def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path, prompt, ids
     ({"a": 0, "\n": 1}, "aé€é",
      r"characters that .*meta.pkl lacks: 'é' at 2; '€' at 3; it has '\\na'$"),
     ({"a": 0, "n": 1}, "a\\n",
-     r"'\\\\' at 2; it has 'an'; for a newline pass --start='\"\\n\"'$"),
+     r"'\\\\' at 2; it has 'an'; for a newline pass start='\"\\n\"'$"),
     (WORDS, "xe4", r"'e' at 2; '4' at 3; it has '\\n x'$"),
     ({"the": 0, "of": 1, ".": 2}, "\n",
-     r"'\\n' at 1; it has '\.'; its tokens are words, but .*: pass such as --start='\.'$"),
+     r"'\\n' at 1; it has '\.'; its tokens are words, but .*: pass start='\.' or the like$"),
     ({97: 0}, "aé", "lacks: 195 at 2; 169 at 3; it has b'a'$"),
     # It is decomposed.
     ({"é": 0, "a": 1}, "ae\u0301", "save the prompt in Unicode's form NFC, here 'aé'"),

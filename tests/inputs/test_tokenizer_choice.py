@@ -96,12 +96,12 @@ def test_a_meta_pkl_that_differs_from_that_of_the_data_set_is_an_error_that_name
 @pytest.mark.parametrize("files, vocab_size, source, line", [
     # The library adds five special tokens.
     ({"vocab.txt": "a\nb"}, 50304, "GPT-2's encoding",
-     "not used: data/d/vocab.txt has 7 tokens, but the model has 50304; to use another tokenizer"),
+     "not used: data/d/vocab.txt has 7 tokens, but the model has 50304; to use another, pass"),
     ({"vocab.json": '{"the": 10}'}, 50257, "GPT-2's encoding",
      "not used: cannot read data/d/merges.txt: it is missing"),
     ({"tokenizer.model": ""}, 50257, "GPT-2's encoding", "not used: data/d has tokenizer.model"),
     ({"vocab.txt": "\n".join(map(str, range(50250)))}, 50304, "data/d/vocab.txt",
-     "using data/d/vocab.txt; for GPT-2's encoding, pass --tokenizer=gpt2"),
+     "using data/d/vocab.txt; for GPT-2's encoding, pass tokenizer=gpt2"),
     ({"vocab.txt": "\n".join(map(str, range(1020)))}, 1024, "data/d/vocab.txt", ""),
     ({"vocab.txt": "a\nb"}, 1025, None, "not used: data/d/vocab.txt has 7 tokens"),
 ])
@@ -149,7 +149,7 @@ def test_nothing_is_read_outside_of_the_data_folder(here):
     ({"tokenizer": 10**5000}, "tokenizer is int"),
 ], ids=range(6))
 def test_a_tokenizer_that_is_named_is_believed(meta, error):
-    message = f"needs a tokenizer that cannot be read: {error}; pass --tokenizer"
+    message = f"needs a tokenizer that cannot be read: {error}; pass tokenizer"
     # In the file, and in the checkpoint.
     for content, settings in (meta, {}), ({"vocab_size": 100277}, meta):
         save_pickle("meta.pkl", content)
@@ -186,7 +186,7 @@ def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
      "so it is not the tokenizer of this model"),
     ("cl100k_base", 100276, "cl100k_base has 100277 tokens, but the model has 100276"),
     ("gpt2", 50256, "50257 tokens"),
-    ("GPT2", 50257, "there is no tokenizer 'GPT2'; did you mean gpt2.; pass --tokenizer=NAME"),
+    ("GPT2", 50257, "there is no tokenizer 'GPT2'; did you mean gpt2.; pass tokenizer=NAME"),
     ("empty", 50257, "there is no tokenizer 'empty'"),
     ("bare.pkl", 50257, r"cannot read bare\.pkl: its stoi is not a dict, but None"),
     ("small.pkl", 50304, r"cannot read small\.pkl: its stoi is not a dict, but None"),
@@ -203,7 +203,7 @@ def test_what_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, messag
 @pytest.mark.parametrize("name, vocab_size, warning", [
     (None, 122, ""),
     (None, 123, "meta.pkl has 61 tokens, but the model has 123; the rest may be padding"),
-    (None, 50304, "the rest may be padding; if it is not, pass --tokenizer="),
+    (None, 50304, "the rest may be padding; if it is not, pass tokenizer="),
     ("gpt2", 65536, ""),
     ("gpt2", 200_000, "GPT-2's encoding has 50257 tokens, but the model has 200000"),
 ])
