@@ -38,7 +38,7 @@ from sampling.settings import (  # noqa: E402
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator as TextGenerator
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
 __all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
 
 

@@ -47,7 +47,7 @@ class Sample:
     finish_reason: str | None = None # "length" or "stop"
     # The continuation, without the stop text and the text after it. It is a property, so that it
     # follows the tokens, and a field, so that dataclasses.asdict and tables of pandas have it.
-    text: str = field(init=False, default=property(
+    text: str = field(init=False, default=property( # type: ignore[assignment] # read, it is a str
         lambda sample: "".join(token.text for token in sample.tokens)))
 
     def __repr__(self) -> str:
@@ -68,8 +68,8 @@ class Sample:
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum of the tokens' log-probabilities; None if the tokens have none."""
-        logprobs = [token.logprob for token in self.tokens]
-        return None if None in logprobs else sum(logprobs)
+        logprobs = [token.logprob for token in self.tokens if token.logprob is not None]
+        return sum(logprobs) if len(logprobs) == len(self.tokens) else None
 
 
 @dataclass(eq=False)

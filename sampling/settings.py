@@ -201,7 +201,7 @@ def check_options(options: Settings) -> None:
 
 def choose_seed(seed: int | str) -> int:
     """Return the seed that the setting asks for. For "random", draw one and log it."""
-    if seed == "random":
+    if isinstance(seed, str): # "random"
         seed = int.from_bytes(os.urandom(4), "big")
         logger.info(f"seed: {seed}, drawn at random; seed={seed} gives the same samples again")
     return seed
@@ -216,13 +216,13 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    stop: str | list | None = None
+    stop: str | list[str] | None = None
     seed: int | str = 1337 # "random" becomes a new number
     context_shift: bool = False
     # 0: log-probabilities of the sampled tokens; n: also of the n most likely ones.
     num_logprobs: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # The instance is frozen: only vars() can change it.
         vars(self).update(plain(vars(self)))
         check_values(vars(self))
@@ -290,5 +290,5 @@ class ModelOptions:
     cuda_graphs: bool = True
     draft: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         vars(self).update(plain(vars(self)))

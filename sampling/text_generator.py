@@ -3,7 +3,7 @@ all use it.
 """
 import logging
 import unicodedata
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, overload
 
@@ -37,7 +37,7 @@ class TextGenerator:
     """
     # A session has many prompts, but each of these messages comes once.
     has_announced_window = False
-    checked_stops = () # the latest stop texts
+    checked_stops: Sequence[str] = () # the latest stop texts
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend):
         self.checkpoint = checkpoint
@@ -59,7 +59,7 @@ class TextGenerator:
         of params.
         """
         check_values(plain({"num_samples": num_samples, "batch_size": batch_size}))
-        samples = self.samples_of(prompts, num_samples)
+        samples = list(make_samples(self.prompts_of(prompts), self.tokenizer, num_samples))
         for _ in self.run(samples, with_settings(params, settings), batch_size):
             pass
         return samples
@@ -74,8 +74,9 @@ class TextGenerator:
         texts = ("".join(piece.text for piece in pieces) for _, pieces in steps)
         return (text for text in texts if text)
 
-    @overload
-    def score(self, text: str, num_logprobs: int = 0) -> Score: ...
+    @overload # a str is an Iterable[str], too
+    def score( # type: ignore[overload-overlap]
+            self, text: str, num_logprobs: int = 0) -> Score: ...
 
     @overload
     def score(self, text: Iterable[str], num_logprobs: int = 0) -> list[Score]: ...
@@ -85,14 +86,13 @@ class TextGenerator:
         tokens in its place. For several texts, a list of their scores.
         """
         check_values(plain({"num_logprobs": num_logprobs}))
-        scores = self.samples_of(text, is_score=True)
+        scores = list(make_samples(self.prompts_of(text), self.tokenizer, is_score=True))
         for _ in self.run(scores, ScoringParams(num_logprobs or 0)):
             pass
         return scores[0] if isinstance(text, str) else scores
 
-    def samples_of(self, prompts: str | Iterable[str], num_samples: int = 1,
-                     is_score: bool = False) -> list[Sample]:
-        """Empty samples, or scores, for all prompts. An error names the prompt that it is about."""
+    def prompts_of(self, prompts: str | Iterable[str]) -> list[Prompt]:
+        """The texts as prompts. An error names the one that it is about."""
         is_one = isinstance(prompts, str) or not isinstance(prompts, Iterable)
         texts = [prompts] if is_one else list(prompts)
         located = []
@@ -104,7 +104,7 @@ class TextGenerator:
                 raise ValueError(at(prompt, "a prompt is empty, but a sample needs something to "
                                             "continue, such as a newline"))
             located.append(prompt)
-        return list(make_samples(located, self.tokenizer, num_samples, is_score=is_score))
+        return located
 
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams,
             batch_size: int | None = None, stream: bool = False) -> Updates:

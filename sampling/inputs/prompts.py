@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from stat import S_ISFIFO
-from typing import Any
+from typing import Any, Literal, overload
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.process import system_interrupts
@@ -66,6 +66,16 @@ def announce_other_reading(kind: str, path: str) -> None:
     if kind == "FILE" and path.endswith(".jsonl"):
         logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, "
                     f"pass --start=JSONL:{path}")
+
+
+@overload
+def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
+                 first_index: int = 0, is_score: Literal[False] = False) -> Iterator[Sample]: ...
+
+
+@overload
+def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
+                 first_index: int = 0, *, is_score: Literal[True]) -> Iterator[Score]: ...
 
 
 def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
