@@ -70,7 +70,8 @@ class TextGenerator:
 
         Its method close ends the sample.
         """
-        steps = self.run(self.samples_of([prompt]), with_settings(params, settings), stream=True)
+        samples = list(make_samples(self.prompts_of([prompt]), self.tokenizer))
+        steps = self.run(samples, with_settings(params, settings), stream=True)
         texts = ("".join(piece.text for piece in pieces) for _, pieces in steps)
         return (text for text in texts if text)
 
