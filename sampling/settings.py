@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from operator import and_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from sampling.configurator import as_list, plain
 from sampling.torchrun import world_size
@@ -239,12 +239,23 @@ class ScoringParams:
     max_tokens: int = 10**9 # to keep of a text. All are scored, but a book has a million
 
 
-def expand_home(path: str | None) -> str | None:
+@overload
+def expand_home(path: str | os.PathLike[str]) -> str: ...
+
+
+@overload
+def expand_home(path: None) -> None: ...
+
+
+def expand_home(path: str | os.PathLike[str] | None) -> str | None:
     """A path with the home folder for a leading ~, unless a file is called so.
 
     In --out_dir=~/x, no shell does it.
     """
-    return os.path.expanduser(path) if path and not os.path.lexists(path) else path
+    if path is None:
+        return None
+    path = os.fspath(path)
+    return path if os.path.lexists(path) else os.path.expanduser(path)
 
 
 def complete_settings(settings: Settings) -> dict[str, Any]:
