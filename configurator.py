@@ -75,8 +75,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
                 raise ValueError(f"{files[name]}: {error}") from None
         raise
     if changes:
-        shown = ", ".join(f"{name}={value!r:.100}" for name, value in changes.items())
-        logger.info(f"settings: {shown}")
+        logger.info("settings: " + ", ".join(f"{k}={v!r:.100}" for k, v in changes.items()))
     scope.update(changes)
     return values
 
@@ -105,8 +104,7 @@ def read_arguments(arguments: list[str], scope: dict[str, Any], settings: dict[s
         first = arguments[0]
         if first.startswith("--") or (first.startswith("-") and not os.path.exists(first)):
             name, value = parse_argument(arguments, settings, aliases)
-            is_from_file = files.pop(name, None)
-            earlier = changes.get(name)
+            is_from_file, earlier = files.pop(name, None), changes.get(name)
             # A list adds to that of an earlier flag. All else replaces it, and what a file sets.
             if "list" in settings[name].types and not is_from_file and None not in (earlier, value):
                 value = as_list(earlier) + as_list(value)
@@ -123,8 +121,7 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     """Find the settings of the script at path, by name."""
     source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
-    settings = {}
-    group = ""
+    settings, group = {}, ""
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
             break
