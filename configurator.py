@@ -16,9 +16,8 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
-from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,8 @@ from typing import Any, NamedTuple
 if not __name__.endswith("configurator"):
     sys.exit("error: this configurator.py is not nanoGPT's: git checkout configurator.py model.py "
              "restores its files")
+from sampling.values import as_list, plain, suggest
+
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {
     "int": "a whole number", "float": "a number", "bool": "True or False", "str": "text",
@@ -34,6 +35,8 @@ TYPE_NAMES = {
 }
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
+ADVICE = ("a settings file is Python that assigns settings, such as temperature = 0.8; "
+          'in the command, settings are --key="a value", and a model is --out_dir=PATH')
 
 
 class Setting(NamedTuple):
@@ -60,36 +63,9 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
         os.getcwd()
     except FileNotFoundError: # neither files nor torch work there
         raise ValueError("the working directory was deleted: change to another one") from None
-    settings = find_settings(scope["__file__"])
-    arguments = list(arguments)
-    if "--version" in arguments:
-        print(scope.get("__version__"), flush=True)
-        sys.exit(0)
-    if {"--help", "-h"} & set(arguments):
-        width = shutil.get_terminal_size().columns
-        print(help_text(docstring_of(scope), settings, width), end="", flush=True)
-        sys.exit(0)
-    for argument in arguments:
-        if argument.endswith("\r"):
-            raise ValueError(f"{argument!r:.200} ends in a carriage return: save your script with "
-                             "Unix line ends (LF)")
-    changes = {}
-    files = {} # setting -> the path of the file that changed it
-    while arguments:
-        first = arguments[0]
-        if first.startswith("--") or (first.startswith("-") and not os.path.exists(first)):
-            name, value = parse_argument(arguments, settings, aliases)
-            is_from_file = files.pop(name, None)
-            earlier = changes.get(name)
-            # A list adds to that of an earlier flag. All else replaces it, and what a file sets.
-            if "list" in settings[name].types and not is_from_file and None not in (earlier, value):
-                value = as_list(earlier) + as_list(value)
-            changes[name] = value
-        else:
-            path, source = read_file(arguments.pop(0), scope["__file__"])
-            found = run_file(path, source, scope | changes, settings, foreign)
-            changes |= found
-            files |= dict.fromkeys(found, path)
+    settings, arguments = find_settings(scope["__file__"]), list(arguments)
+    answer(arguments, scope, settings)
+    changes, files = read_arguments(arguments, scope, settings, aliases, foreign)
     values = {name: scope[name] for name in settings} | changes
     try:
         validate(values, changes.keys() - files.keys())
@@ -99,24 +75,53 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
                 raise ValueError(f"{files[name]}: {error}") from None
         raise
     if changes:
-        shown = ", ".join(f"{name}={value!r:.100}" for name, value in changes.items())
-        logger.info(f"settings: {shown}")
+        logger.info("settings: " + ", ".join(f"{k}={v!r:.100}" for k, v in changes.items()))
     scope.update(changes)
     return values
 
 
-def as_list(value: Any) -> list:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+def answer(arguments: list[str], scope: dict[str, Any], settings: dict[str, Setting]) -> None:
+    """Print what --version or --help asks for, and exit."""
+    if "--version" in arguments:
+        print(scope.get("__version__"), flush=True)
+    elif {"--help", "-h"} & set(arguments):
+        print(help_text(docstring_of(scope), settings, shutil.get_terminal_size().columns), end="",
+              flush=True)
+    else:
+        return
+    sys.exit(0)
+
+
+def read_arguments(arguments: list[str], scope: dict[str, Any], settings: dict[str, Setting],
+                   aliases: Mapping[str, str],
+                   foreign: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the arguments change, and the file of each setting that a file sets."""
+    if broken := [argument for argument in arguments if argument.endswith("\r")]:
+        raise ValueError(f"{broken[0]!r:.200} ends in a carriage return: save your script with "
+                         "Unix line ends (LF)")
+    changes, files = {}, {}
+    while arguments:
+        first = arguments[0]
+        if first.startswith("--") or (first.startswith("-") and not os.path.exists(first)):
+            name, value = parse_argument(arguments, settings, aliases)
+            is_from_file, earlier = files.pop(name, None), changes.get(name)
+            # A list adds to that of an earlier flag. All else replaces it, and what a file sets.
+            if "list" in settings[name].types and not is_from_file and None not in (earlier, value):
+                value = as_list(earlier) + as_list(value)
+            changes[name] = value
+        else:
+            path, source = read_file(arguments.pop(0), scope["__file__"])
+            found = run_file(path, source, scope | changes, settings, foreign)
+            changes |= found
+            files |= dict.fromkeys(found, path)
+    return changes, files
 
 
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     """Find the settings of the script at path, by name."""
     source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
-    settings = {}
-    group = ""
+    settings, group = {}, ""
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
             break
@@ -245,52 +250,20 @@ def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
     raise ValueError(f"{label} takes {allowed}, got {given!r:.100}")
 
 
-def plain(value: Any) -> Any:
-    """A number of numpy or torch as Python's own, a path as text, a tuple as a list, a dict of such
-    values; other values as they are.
-
-    In a text, two halves of a character, as in "\\ud83d\\ude00", become the character, as in
-    tiktoken.
-    """
-    if getattr(value, "shape", None) == (): # a number
-        return value.item()
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value
-
-
 def read_file(path: str, script: str) -> tuple[str, bytes]:
     """The path and content of a settings file, which is looked up here, then beside the script."""
-    if dash := re.match("[\u2010-\u2015\u2212]+", path): # a program for texts makes one of --
-        raise ValueError(f"{path!r:.200} begins with U+{ord(path[0]):04X}, not with --: write "
-                         f"--{path[dash.end():]:.200}")
     found = path
     if not os.path.exists(path):
         found = os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
-        source = b"\0" if os.path.isdir(found) else Path(found).read_bytes()
-    except (OSError, ValueError) as e: # ValueError: the path has a null byte
-        reason = getattr(e, "strerror", e)
-        raise ValueError(f"cannot read the settings file {path!r:.200}: {reason}; give settings as "
-                         "--key=value; a value with spaces needs quotes: "
-                         '--start="Once upon a time"') from None
-    if re.match(b"\xff\xfe|\xfe\xff", source):
-        raise ValueError(f"{path!r:.200} is in UTF-16: save it as UTF-8")
-    if kind := re.search(r"(?i)\.(json|toml|ya?ml)$", path):
-        raise ValueError(f"{path!r:.200} is {kind[1].upper()}, but a settings file is Python, such "
-                         "as: temperature = 0.8")
-    if re.search(rb"open\(.configurator\.py", source):
-        raise ValueError(f"{path!r:.200} is a script with settings of its own, not a file of them")
-    if b"\0" in source: # a folder, or a checkpoint
-        raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass "
-                         f"--out_dir={path:.200}")
-    return found, source
+        source = Path(found).read_bytes()
+        # nanoGPT's configurator would run its script again and again.
+        if re.search(rb"open\(.configurator\.py", source):
+            raise ValueError("it is a script with settings of its own")
+        return found, source
+    except (OSError, ValueError) as e: # ValueError: also for a path with a null byte
+        raise ValueError(f"cannot read the settings file {path!r:.200}: "
+                         f"{getattr(e, 'strerror', e)}; {ADVICE}") from None
 
 
 def run_file(path: str, source: bytes, scope: dict[str, Any],
@@ -306,7 +279,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
     try:
         code = compile(source, path, "exec")
         # nanoGPT's script has imported torch by now, and settings files may use it.
-        if b"torch" in source:
+        if "torch" in code.co_names:
             exec("import torch", names)
         # Standard output is only for samples.
         with import_from(os.getcwd()), redirect_stdout(sys.stderr):
@@ -317,8 +290,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
         if isinstance(e, SyntaxError):
             numbers = [e.lineno]
         where = f"{path}, line {numbers[-1]}" if numbers and numbers[-1] else path
-        raise ValueError(f"{where}: {type(e).__name__}: {e!s:.300}; a settings file is Python that "
-                         "assigns settings") from None
+        raise ValueError(f"{where}: {type(e).__name__}: {e!s:.300}; {ADVICE}") from None
     others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
     for name in sorted(others):
         hint = suggest(name, settings, prefixes=False)
@@ -330,21 +302,6 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
     changes = {name: names[name] for name in settings if name in names
                and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}
     if not (changes or others or settings.keys() & set(code.co_names)):
-        logger.warning(f"{path} sets nothing; a settings file is Python that assigns settings")
+        logger.warning(f"{path} sets nothing; {ADVICE}")
     return {name: coerce(f"{path}: {name}", value, settings[name].types, value)
             for name, value in changes.items()}
-
-
-def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {},
-            prefixes: bool = True) -> str:
-    """'; did you mean x?', for an alias, or a setting that begins with name (if prefixes) or is
-    similar to it; '' if there is none.
-    """
-    found = []
-    if name in aliases:
-        found = [aliases[name]]
-    elif prefixes and len(name) > 2:
-        found = [setting for setting in settings if setting.startswith(name)]
-    if not found:
-        found = get_close_matches(name.lower(), settings, 1, 0.75)
-    return f"; did you mean {found[0]}?" if found else ""

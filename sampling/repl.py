@@ -15,7 +15,7 @@ from typing import Any
 
 import sampling
 from sampling.backends.backend_choice import warm_up
-from sampling.configurator import find_settings, parse, suggest
+from sampling.configurator import find_settings, parse
 from sampling.errors import is_out_of_memory
 from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
@@ -24,6 +24,7 @@ from sampling.outputs.printer import RULE, Printer
 from sampling.samples import Prompt, Sample
 from sampling.settings import CONFLICTS, SamplingParams, ScoringParams
 from sampling.text_generator import TextGenerator
+from sampling.values import suggest
 
 logger = logging.getLogger(__name__)
 # sample.py lies beside model.py: see sampling/__init__.py.

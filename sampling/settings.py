@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from operator import and_
 from typing import Any, NamedTuple, overload
 
-from sampling.configurator import as_list, plain
 from sampling.torchrun import world_size
+from sampling.values import as_list, plain
 
 logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]

@@ -16,7 +16,6 @@ from sampling.checkpoints.finding import is_huggingface
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.model_source import NANOGPT
 from sampling.checkpoints.nanogpt import load_nanogpt
-from sampling.configurator import plain, suggest
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import at, make_samples
@@ -25,6 +24,7 @@ from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.process import check_fork, system_interrupts
 from sampling.samples import Prompt, Sample, Score, Updates
 from sampling.settings import ALIASES, ModelOptions, SamplingParams, ScoringParams, check_values
+from sampling.values import plain, suggest
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sampling.configurator import as_list
 from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.samples import Result, Sample, Score, Token
 from sampling.settings import RESULT_FIELDS, SAMPLING_SETTINGS, Settings
+from sampling.values import as_list
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any] # a line

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sampling.configurator import ADVICE
+
 CHANGES = { # what arguments change
     "--text=a=b": {"text": "a=b"},
     "--text=it's": {"text": "it's"},
@@ -42,7 +44,6 @@ def test_arguments_change_settings(script, arguments, changes):
 
 
 CARRIAGE_RETURN = "ends in a carriage return: save your script with Unix line ends"
-A_MODEL = "is not a settings file; if a model is there, pass --out_dir="
 ERRORS = {
     "--cuont=3": "unknown setting --cuont; did you mean count?; --help lists all settings",
     "--co=3": "unknown setting --co; --help lists",
@@ -59,16 +60,14 @@ ERRORS = {
     "--rate=1" + "0" * 400: "rate takes a number",
     "--count=3 --flag --rate=fast": "rate takes a number",
     '--ends=["A",': """ends: the list '["A",' has no end: add it""",
-    "missing.py": "cannot read the settings file 'missing.py': No such file or directory; give "
-                  "settings as --key",
-    "folder": f"'folder' {A_MODEL}folder",
-    "folder/ckpt.pt": f"'folder/ckpt.pt' {A_MODEL}folder/ckpt.pt",
-    "\u2013count=3": "'\u2013count=3' begins with U+2013, not with --: write --count=3",
-    "\u2014count 3": "'\u2014count' begins with U+2014, not with --: write --count",
+    "missing.py": f"the settings file 'missing.py': No such file or directory; {ADVICE}",
+    "folder": f"cannot read the settings file 'folder': Is a directory; {ADVICE}",
+    "folder/ckpt.pt": ADVICE,
+    "\u2013count=3": ADVICE, # a program for texts makes this dash of --
     "--flag\r": rf"'--flag\r' {CARRIAGE_RETURN}",
     "--count=3 --text a\r": rf"'a\r' {CARRIAGE_RETURN}", # of a text, too: quoted, it is "a\r"
     "a\0b": r"cannot read the settings file 'a\x00b': embedded null byte",
-    "--text=Once upon a time --flag": '; a value with spaces needs quotes: --start="Once upon',
+    "--text=Once upon a time --flag": 'settings are --key="a value"',
 }
 ALIASES = {"t": "text", "size": "count or top", "a_b": "rate"} # of other programs
 
