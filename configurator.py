@@ -6,6 +6,7 @@ int | None = 200). Its help is the comment after it, with the indented comments 
 one above it begins a group. A user's error is a ValueError.
 """
 import ast
+import importlib
 import json
 import logging
 import os
@@ -63,7 +64,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
         os.getcwd()
     except FileNotFoundError: # neither files nor torch work there
         raise ValueError("the working directory was deleted: change to another one") from None
-    settings, arguments = find_settings(scope["__file__"]), list(arguments)
+    settings = find_settings(scope["__file__"])
+    arguments = list(arguments)
     answer(arguments, scope, settings)
     changes, files = read_arguments(arguments, scope, settings, aliases, foreign)
     values = {name: scope[name] for name in settings} | changes
@@ -75,7 +77,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
                 raise ValueError(f"{files[name]}: {error}") from None
         raise
     if changes:
-        logger.info("settings: " + ", ".join(f"{k}={v!r:.100}" for k, v in changes.items()))
+        shown = ", ".join(f"{name}={value!r:.100}" for name, value in changes.items())
+        logger.info(f"settings: {shown}")
     scope.update(changes)
     return values
 
@@ -99,12 +102,14 @@ def read_arguments(arguments: list[str], scope: dict[str, Any], settings: dict[s
     if broken := [argument for argument in arguments if argument.endswith("\r")]:
         raise ValueError(f"{broken[0]!r:.200} ends in a carriage return: save your script with "
                          "Unix line ends (LF)")
-    changes, files = {}, {}
+    changes = {}
+    files = {}
     while arguments:
         first = arguments[0]
         if first.startswith("--") or (first.startswith("-") and not os.path.exists(first)):
             name, value = parse_argument(arguments, settings, aliases)
-            is_from_file, earlier = files.pop(name, None), changes.get(name)
+            is_from_file = files.pop(name, None)
+            earlier = changes.get(name)
             # A list adds to that of an earlier flag. All else replaces it, and what a file sets.
             if "list" in settings[name].types and not is_from_file and None not in (earlier, value):
                 value = as_list(earlier) + as_list(value)
@@ -121,7 +126,8 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     """Find the settings of the script at path, by name."""
     source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
-    settings, group = {}, ""
+    settings = {}
+    group = ""
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
             break
@@ -278,12 +284,16 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
     names = dict(scope)
     try:
         code = compile(source, path, "exec")
-        # nanoGPT's script has imported torch by now, and settings files may use it.
-        if "torch" in code.co_names:
-            exec("import torch", names)
         # Standard output is only for samples.
         with import_from(os.getcwd()), redirect_stdout(sys.stderr):
-            exec(code, names)
+            try:
+                exec(code, names)
+            except NameError as e:
+                if e.name != "torch":
+                    raise
+                # nanoGPT's script has imported it by now, which takes a second.
+                names = scope | {"torch": importlib.import_module("torch")}
+                exec(code, names)
     except (Exception, SystemExit) as e: # SystemExit would end the script without a message
         numbers = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
                    if frame.filename == path]
@@ -302,6 +312,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
     changes = {name: names[name] for name in settings if name in names
                and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}
     if not (changes or others or settings.keys() & set(code.co_names)):
+        if not path.endswith(".py"): # such as JSON
+            raise ValueError(f"{path} sets nothing; {ADVICE}")
         logger.warning(f"{path} sets nothing; {ADVICE}")
     return {name: coerce(f"{path}: {name}", value, settings[name].types, value)
             for name, value in changes.items()}
