@@ -26,7 +26,7 @@ SETTINGS = find_settings(SCRIPT)
 SCOPE = runpy.run_path(SCRIPT)
 KNOWN = "|".join([
     "unknown setting -", "cannot read the settings file", "--", r".*mine\.py", *SETTINGS,
-    ".* is not a settings file"])
+    ".*; a settings file is Python"])
 
 odd = st.sampled_from([
     "", "none", "true", "off", "1e999", "{{}}", "{[]: 1}", "{1, 2",

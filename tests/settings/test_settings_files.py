@@ -127,7 +127,7 @@ def test_what_a_file_prints_goes_to_stderr(script, capsys):
     ("a.toml", b"flag = false", "a.toml, line 1: NameError"),
     ("a.py", b"\xff\xfea\0", "a.py: SyntaxError"), # UTF-16
     ("a.py", b"PK\3\4\0", "a.py: .*null bytes"), # a checkpoint
-    ("a.py", b"exec(open('configurator.py').read())", "'a.py': it is a script with settings of its own"),
+    ("a.py", b"exec(open('configurator.py').read())", "'a.py': it is a script with settings"),
 ])
 def test_a_file_that_is_no_settings_file_is_an_error_that_says_what_one_is(
         script, name, content, reason):
