@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 if not __name__.endswith("configurator"):
     sys.exit("error: this configurator.py is not nanoGPT's: git checkout configurator.py model.py "
              "restores its files")
+from sampling.user_code import import_from
 from sampling.values import as_list, plain, suggest
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def read_arguments(arguments: list[str], scope: dict[str, Any], settings: dict[s
         raise ValueError(f"{broken[0]!r:.200} ends in a carriage return: save your script with "
                          "Unix line ends (LF)")
     changes = {}
-    files = {}
+    files = {} # setting -> the path of the file that changed it
     while arguments:
         first = arguments[0]
         if first.startswith("--") or (first.startswith("-") and not os.path.exists(first)):
@@ -279,8 +280,6 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
     The file can use the names in scope, and may define other names, as training files do. Logs a
     warning for a name like a setting's, or if it sets nothing.
     """
-    # Not above: a script of nanoGPT may execute a copy of this file.
-    from sampling.user_code import import_from
     names = dict(scope)
     try:
         code = compile(source, path, "exec")

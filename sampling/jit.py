@@ -21,7 +21,7 @@ from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import config, njit
 from numba.core import event
 
-from sampling.errors import first_sentence
+from sampling.values import first_sentence
 
 logger = logging.getLogger(__name__)
 Kernel = Callable[..., Any]

@@ -1,9 +1,12 @@
-"""What concerns the whole process: its signals, its threads, and forks of it."""
+"""What concerns the whole process: its signals, its threads, forks of it, and lack of memory."""
+import errno
 import logging
 import os
+import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +14,11 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 # Those of Ctrl-C, of kill, and of a terminal or a connection that closes: Windows has no SIGHUP.
 END_SIGNALS = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)
+OUT_OF_MEMORY = re.compile(
+    "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
+    "|failed to map segment" # of a library
+    # cuBLAS reports the latter if there is no memory for its workspace.
+    "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED")
 owns_process = False # whether no other code runs in this process; sample.py says so
 first_pid = 0 # of the process that loaded the first model
 
@@ -85,3 +93,19 @@ def check_fork() -> None:
                            "threads do not survive a fork: load it after the fork (gunicorn: "
                            "without --preload), or start the process with "
                            'multiprocessing.get_context("spawn")')
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or its cause, means out of memory.
+
+    torch and oneDNN have several messages for it. Those of other types may quote a file, which
+    could say anything.
+    """
+    if error is None:
+        return False
+    has_type = isinstance(error, MemoryError | RuntimeError | ImportError)
+    if isinstance(error, OSError):
+        has_type = error.errno == errno.ENOMEM
+    text = traceback.format_exception_only(error)[-1] # unlike str, it never raises
+    is_named = OUT_OF_MEMORY.search(text) is not None
+    return (has_type and is_named) or is_out_of_memory(error.__context__)

@@ -16,11 +16,11 @@ from typing import Any
 import sampling
 from sampling.backends.backend_choice import warm_up
 from sampling.configurator import find_settings, parse
-from sampling.errors import is_out_of_memory
 from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
+from sampling.process import is_out_of_memory
 from sampling.samples import Prompt, Sample
 from sampling.settings import CONFLICTS, SamplingParams, ScoringParams
 from sampling.text_generator import TextGenerator

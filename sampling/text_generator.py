@@ -107,14 +107,6 @@ class TextGenerator:
             located.append(prompt)
         return located
 
-    @overload
-    def run(self, samples: Iterable[Sample], params: SamplingParams,
-            batch_size: int | None = None, stream: bool = False) -> Updates: ...
-
-    @overload
-    def run(self, samples: Iterable[Score], params: ScoringParams,
-            batch_size: int | None = None, stream: bool = False) -> Updates: ...
-
     def run(self, samples: Iterable[Any], params: SamplingParams | ScoringParams,
             batch_size: int | None = None, stream: bool = False) -> Updates:
         """Generate samples, or score them: see Engine.generate and score_texts.

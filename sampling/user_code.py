@@ -14,7 +14,7 @@ from threading import RLock
 from types import ModuleType
 
 from sampling.checkpoints.untrusted_files import UNREADABLE, parse_python
-from sampling.errors import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 import_lock = RLock() # sys.path and sys.modules belong to the whole process
 imported: set[str] = set() # the modules of the latest model_file

@@ -1,4 +1,4 @@
-"""Plain values, and names that the user may have meant. Imports only the standard library."""
+"""Plain values, and words for messages. Imports only the standard library."""
 import os
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -44,3 +44,8 @@ def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {
     if not found:
         found = get_close_matches(name.lower(), settings, 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of what an exception says, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]

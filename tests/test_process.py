@@ -11,7 +11,7 @@ from sampling import process
 from sampling.backends import backend_choice
 from sampling.backends.backend import return_freed_memory
 from sampling.backends.backend_choice import prepare_backend
-from sampling.errors import is_out_of_memory
+from sampling.process import is_out_of_memory
 from sampling.settings import ModelOptions
 from script_process import run_python
 

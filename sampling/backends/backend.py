@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sampling.checkpoints.own_model import OwnModel
-from sampling.errors import is_out_of_memory
 from sampling.model import GPT, GPTConfig, KVCache
+from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 MIN_ONEDNN_WORK = 2**24 # multiplications; below it, a call costs more than it saves

@@ -18,11 +18,12 @@ from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, OwnBackend
 from sampling.checkpoints.checkpoint import Checkpoint, build_gpt
 from sampling.checkpoints.model_source import read_source
-from sampling.errors import first_sentence, is_out_of_memory
 from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.model import GPT
+from sampling.process import is_out_of_memory
 from sampling.settings import ModelOptions, Settings
 from sampling.torchrun import torchrun_number, world_size
+from sampling.values import first_sentence
 
 logger = logging.getLogger(__name__)
 # What numba, its compiler, its threads and the kernels take of the addresses of a process.

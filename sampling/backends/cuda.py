@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sampling.backends.backend import EagerBackend
-from sampling.errors import first_sentence, is_out_of_memory
 from sampling.model import GPT, Block, KVCache, linear_dtype
+from sampling.process import is_out_of_memory
+from sampling.values import first_sentence
 
 logger = logging.getLogger(__name__)
 # A step attends to a multiple of this many positions, or to all. Each number has its own graph.

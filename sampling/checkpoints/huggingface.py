@@ -30,8 +30,8 @@ from sampling.checkpoints.finding import (
 from sampling.checkpoints.saves import read_complete
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import is_inside, read_json, require
-from sampling.errors import first_sentence
 from sampling.model import GPTConfig
+from sampling.values import first_sentence
 
 logger = logging.getLogger(__name__)
 FILES = [WEIGHTS[0], "*.index.json", "*config.json", "*token*.json", "vocab.*", "merges.txt",
@@ -91,6 +91,7 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
         return model
 
     model = read_complete(paths, read)
+    # transformers sets the seed when the model is built: no random numbers come before the samples.
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, config=model.config,
                             state_dict=model.state_dict, crc32=model.crc32, raw_config=config,
                             is_huggingface=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from sampling.checkpoints.finding import checkpoint_path
 from sampling.checkpoints.untrusted_files import RejectedFileError, reject_damaged, require
-from sampling.errors import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 # Seconds to wait for a file that is being written; a slow disk may stop a writer for seconds.

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sampling.errors import first_sentence, is_out_of_memory
+from sampling.process import is_out_of_memory
+from sampling.values import first_sentence
 
 logger = logging.getLogger(__name__)
 MAX_CONFIG_BYTES = 2**20 # a config.json: parsing it takes many times its size in memory

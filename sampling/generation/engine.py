@@ -13,10 +13,10 @@ from torch import Tensor
 from sampling.backends.backend import Backend, return_freed_memory
 from sampling.backends.backend_choice import warm_up
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.errors import is_out_of_memory
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
+from sampling.process import is_out_of_memory
 from sampling.sampler.row_streams import RunStream, exponential_is_from_bits
 from sampling.sampler.sampler import Sampler
 from sampling.samples import Sample, Updates

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from stat import S_ISFIFO
-from typing import Any, Literal, overload
+from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.process import system_interrupts
-from sampling.samples import Prompt, Result, Sample, Score
+from sampling.samples import Prompt, Sample, Score
 from sampling.settings import ALIASES, RESULT_FIELDS, RULES, SAMPLING_SETTINGS, expand_home
 
 logger = logging.getLogger(__name__)
@@ -68,19 +68,9 @@ def announce_other_reading(kind: str, path: str) -> None:
                     f"pass --start=JSONL:{path}")
 
 
-@overload
 def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
-                 first_index: int = 0, is_score: Literal[False] = False) -> Iterator[Sample]: ...
-
-
-@overload
-def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
-                 first_index: int = 0, *, is_score: Literal[True]) -> Iterator[Score]: ...
-
-
-def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
-                 first_index: int = 0, is_score: bool = False) -> Iterator[Result]:
-    """Yield num_samples empty samples for each prompt, or empty scores.
+                 first_index: int = 0, is_score: bool = False) -> Iterator[Any]:
+    """Yield num_samples empty samples for each prompt, or if is_score, empty scores.
 
     A list is encoded at once, so that a bad prompt is an error before the first sample; a prompt of
     a pipe when its first sample is needed.

@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from sampling.checkpoints.untrusted_files import RejectedFileError
-from sampling.errors import first_sentence
+from sampling.values import first_sentence
 
 logger = logging.getLogger(__name__)
 # The encodings of tiktoken, and how many tokens each has.

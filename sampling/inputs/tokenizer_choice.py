@@ -11,11 +11,10 @@ from pathlib import Path
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import code_folders
 from sampling.checkpoints.untrusted_files import is_inside, require
-from sampling.errors import first_sentence
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer, call_library, encode_utf8
-from sampling.values import suggest
+from sampling.values import first_sentence, suggest
 
 logger = logging.getLogger(__name__)
 # The sizes to which people pad GPT-2's vocabulary: nobody names its encoding.

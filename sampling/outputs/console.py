@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
 from sampling import process
-from sampling.errors import is_out_of_memory
+from sampling.process import is_out_of_memory
 from sampling.torchrun import rank
 
 # Symbols for control characters, except tab and newline, and for characters that change the
