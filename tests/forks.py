@@ -147,7 +147,7 @@ def trained(path):
 
 
 @torch.no_grad()
-def fork_text(path, device="cpu", in_bfloat16=False):
+def fork_text(path, device="cpu", in_bfloat16=False, num_tokens=22):
     """What nanoGPT's sample.py prints beside a model.py, with the arguments of the fixture sample.
     """
     def last_logits(gpt, window):
@@ -160,6 +160,6 @@ def fork_text(path, device="cpu", in_bfloat16=False):
     for _ in range(2):
         idx = torch.tensor([TOKENIZER.encode("The ")], device=device)
         with torch.autocast(device, torch.bfloat16, enabled=in_bfloat16):
-            ids = nanogpt_generate(gpt, idx, 22, 0.8, 20, last_logits)[0]
+            ids = nanogpt_generate(gpt, idx, num_tokens, 0.8, 20, last_logits)[0]
         text += f"{TOKENIZER.decode(ids.tolist())}\n{RULE}\n"
     return text

@@ -131,7 +131,8 @@ def read_and_close(stream):
 
 def start_script(*arguments, script=SCRIPT, cwd=PROJECT, stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
                  **environment):
-    """Start sample.py, or another script, with the tests' environment and this.
+    """Start sample.py, or another script, with the tests' environment and this; script "-c" is the
+    code in the first argument.
 
     The streams are PIPE, DEVNULL, a descriptor or a file. A terminal as stdin is the controlling
     one. Returns a ForkedProcess. It is like that of a new Python, apart from modules that have been
@@ -143,7 +144,7 @@ def start_script(*arguments, script=SCRIPT, cwd=PROJECT, stdin=DEVNULL, stdout=P
 
 
 def run_forked(*arguments, cwd=PROJECT, status=0, **environment):
-    """Run sample.py in a fork of the server, otherwise as run_program does."""
+    """Run sample.py, or another script, in a fork of the server, otherwise as run_program does."""
     process = start_script(*arguments, cwd=cwd, **environment)
     output = [text.decode() for text in process.communicate()]
     assert status is None or process.returncode == status, output[1]

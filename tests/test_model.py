@@ -15,7 +15,7 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     code = """
 import torch
 from model import *
-gpt = GPT(GPTConfig(block_size=4, n_layer=1))
+gpt = GPT(GPTConfig(block_size=4, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
 print(gpt.generate(torch.tensor([[1, 2]]), 5, 0.8, 3).shape)
 """
     done = run_python("-c", code, cwd=tmp_path)

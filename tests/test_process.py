@@ -13,7 +13,7 @@ from sampling.backends.backend import return_freed_memory
 from sampling.backends.backend_choice import prepare_backend
 from sampling.process import is_out_of_memory
 from sampling.settings import ModelOptions
-from script_process import run_python
+from script_process import run_forked
 
 
 def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monkeypatch):
@@ -86,6 +86,7 @@ def test_threads_follow_the_usable_cores_unless_the_user_chose_a_number(
 
 FORK = """
 import os, signal, torch, sampling
+torch.set_num_threads(2)
 def fork(use):
     if os.fork() == 0:
         signal.alarm(30) # ends a process that hangs
@@ -104,4 +105,4 @@ fork(lambda: sampling.load("demo"))
 
 
 def test_a_fork_of_a_process_that_loaded_a_model_raises_instead_of_hanging():
-    run_python("-W", "ignore", "-c", FORK, OMP_NUM_THREADS="2")
+    run_forked(FORK, script="-c")

@@ -9,7 +9,7 @@ import sampling
 from models import make_gpt, save_checkpoint
 from project import PROJECT
 from sampling.backends.cpu_kernels import LINEAR
-from script_process import run_python
+from script_process import run_forked
 
 DEMO = PROJECT / "demo"
 SETTINGS = dict(max_new_tokens=12, temperature=0.9)
@@ -112,15 +112,22 @@ def test_the_default_dtype_device_and_inference_mode_of_the_caller_do_not_matter
     assert len(LINEAR["float32"].signatures) == 1, "other types would be compiled again"
 
 
-HANDLER = """
-import signal, sampling
+# numba's own threads, workqueue, are the ones that serve one thread at a time. They would abort the
+# process.
+SHARED = """
+import numba, signal, torch, sampling
+from concurrent.futures import ThreadPoolExecutor
 from sampling.backends import cpu
+numba.config.THREADING_LAYER = "workqueue"
+torch.set_num_threads(2)
 cpu.MIN_DRAFT_PARAMS = cpu.MIN_DRAFT_TOKENS = 0
 gpt = sampling.load("demo", "cpu", draft=False)
-def sample():
-    return gpt.generate("ROMEO:", max_new_tokens=30)[0].text
+def sample(num_samples=1):
+    return gpt.generate("ROMEO:", max_new_tokens=30, num_samples=num_samples)[0].text
 found = []
 expected = sample()
+assert {*ThreadPoolExecutor(3).map(sample, range(1, 7))} == {expected}
+assert numba.threading_layer() == "workqueue"
 signal.signal(signal.SIGALRM, lambda *_: found.append(sample()))
 for i in range(5):
     signal.setitimer(signal.ITIMER_REAL, 0.004 * i + 0.001)
@@ -136,9 +143,8 @@ assert len(found) > 3 and {*found} == {expected}, len(found)
 """
 
 
-def test_a_signal_handler_may_sample_while_the_model_samples():
-    """numba's own threads, workqueue, are the ones that serve one thread at a time."""
-    run_python("-c", HANDLER, NUMBA_THREADING_LAYER="workqueue", OMP_NUM_THREADS="2")
+def test_threads_and_a_signal_handler_may_sample_while_the_model_samples():
+    run_forked(SHARED, script="-c")
 
 
 def test_interleaved_and_abandoned_streams_do_not_disturb_each_other(generator):

@@ -182,20 +182,6 @@ def test_attention_may_be_nearly_all_on_one_token():
         assert_close(found, expected[:, i], atol=2e-3, rtol=1e-3)
 
 
-def test_several_python_threads_may_use_it_at_once():
-    """numba's own threads, workqueue, would abort the process."""
-    code = """
-import numba, sampling
-from concurrent.futures import ThreadPoolExecutor
-gpt = sampling.load("demo", "cpu")
-def generate(index):
-    return gpt.generate("A", max_new_tokens=20, num_samples=8)[7].text
-found = {*ThreadPoolExecutor(3).map(generate, range(6))}
-assert numba.threading_layer() == "workqueue" and len(found) == 1
-"""
-    run_python("-c", code, NUMBA_THREADING_LAYER="workqueue", OMP_NUM_THREADS="2")
-
-
 @pytest.mark.usefixtures("all_threads")
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(most):

@@ -133,16 +133,17 @@ def test_a_neighbour_that_python_would_load_for_one_of_its_modules_is_a_differen
 
 
 def test_an_edit_of_this_projects_model_py_runs_whatever_the_length(fork, tmp_path):
-    fork().unlink()
+    edited = fork(*OTHERS["SiLU"])
+    expected = fork_text(edited, num_tokens=60)
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "sampling", project / "sampling")
     for name in "sample.py", "configurator.py":
         shutil.copy(PROJECT / name, project)
-    path = edit(project, *OTHERS["SiLU"])
-    run = project / "sample.py", "--out_dir=out", "--num_samples=1", "--max_new_tokens=60"
-    done = run_python(*run, cwd=tmp_path)
+    path = edited.rename(project / "model.py")
+    run = project / "sample.py", "--out_dir=out", "--start=The ", "--num_samples=2", "--top_k=20"
+    done = run_python(*run, "--max_new_tokens=60", cwd=tmp_path)
     assert f"warning: {path} was edited (MLP), so it runs itself" in done.stderr
-    assert done.stdout == run_python(*run, f"--model_file={path}", cwd=tmp_path).stdout
+    assert done.stdout == expected
 
 
 HOSTILE = [

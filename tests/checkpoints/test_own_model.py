@@ -9,6 +9,7 @@ import torch
 import sampling
 from engines import ON_GPU, TOKENIZER
 from forks import (
+    EQUAL,
     FORKS,
     FORWARD,
     HARMLESS,
@@ -28,7 +29,7 @@ from sampling.backends import backend
 OWN = "--model_file=model.py"
 
 
-@pytest.mark.parametrize("name", FORKS)
+@pytest.mark.parametrize("name", [*OTHERS, *EQUAL, "other definitions, and comments"])
 def test_model_file_gives_the_text_of_nanogpts_loop_over_that_file(fork, sample, name):
     path = fork(*FORKS[name])
     done = sample(OWN)

@@ -1,22 +1,22 @@
 """Runs that torchrun starts in several processes."""
 import os
+import pty
 import re
 import signal
 import sys
 import time
-from subprocess import PIPE, CompletedProcess, Popen
+from subprocess import CompletedProcess
 
 import psutil
 import pytest
+import torch.distributed.run
 
 from project import PROJECT, SCRIPT
 from sampling.torchrun import serve
-from script_process import OFFLINE
+from script_process import start_script
 
 LINES = "--start=LINES:prompts.txt", "--batch_size=2", "--device=cpu"
-PROMPTS = *LINES, "--num_samples=3", "--max_new_tokens=20"
-# Runs the rest of the command.
-ON_TERMINAL = sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"
+PROMPTS = *LINES, "--num_samples=1", "--max_new_tokens=20"
 TRAINING = f"""
 import os, subprocess, sys
 if os.environ["RANK"] == "0": # of 2, but no other process will come
@@ -34,20 +34,18 @@ def start(folder):
     What still runs at the end is killed. If the folder has a sitecustomize.py, Python runs it.
     """
     started = []
-    env = {**os.environ, **OFFLINE, "PYTHONPATH": str(folder)}
 
-    def start(num_processes, *arguments, prefix=(), program=("--", SCRIPT)):
-        torchrun = sys.executable, "-m", "torch.distributed.run", "--standalone"
-        command = *prefix, *torchrun, f"--nproc_per_node={num_processes}", *program, *arguments
-        process = Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=PIPE, text=True,
-                        start_new_session=True)
+    def start(num_processes, *arguments, program=("--", SCRIPT), **streams):
+        launch = "--standalone", f"--nproc_per_node={num_processes}", *program
+        process = start_script(*launch, *arguments, script=torch.distributed.run.__file__,
+                               cwd=folder, PYTHONPATH=str(folder), **streams)
         started.append(process)
         return process
     yield start
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+            process.communicate()
 
 
 @pytest.fixture
@@ -55,27 +53,35 @@ def torchrun(start):
     """torchrun(num_processes, *arguments) runs sample.py."""
     def run(*arguments, **settings):
         process = start(*arguments, **settings)
-        output = process.communicate(timeout=120)
-        return CompletedProcess(process.args, process.returncode, *output)
+        output = ((text or b"").decode() for text in process.communicate(timeout=120))
+        return CompletedProcess(arguments, process.returncode, *output)
     return run
 
 
-@pytest.mark.parametrize("arguments, prefix", [
-    ([*PROMPTS, "--stop=e"], []),
-    pytest.param([*LINES, "--score"], [], marks=slow),
-    pytest.param(["--start=O", "--num_samples=1"], [], marks=slow), # not one for each process
-    pytest.param(PROMPTS, ON_TERMINAL, marks=slow), # all processes stream
+@pytest.mark.parametrize("arguments", [
+    [*PROMPTS, "--stop=e", "--seed=random"], # the last sample leaves a process without one
+    pytest.param([*LINES, "--score"], marks=slow),
 ])
 def test_samples_and_files_are_the_same_as_with_one_process(
-        torchrun, run_script, folder, arguments, prefix):
-    alone = run_script(*arguments, "--out_file=alone.jsonl", cwd=folder)
-    shared = torchrun(2, *arguments, "--out_file=shared.jsonl", prefix=prefix)
+        torchrun, run_script, folder, arguments):
+    shared = torchrun(2, *arguments, "--out_file=shared.jsonl")
+    seeds = [f"--seed={seed}" for seed in re.findall(r"seed: (\d+), drawn", shared.stderr)]
+    alone = run_script(*arguments, *seeds, "--out_file=alone.jsonl", cwd=folder)
+    assert shared.stdout == alone.stdout, shared.stderr
+    assert (folder / "shared.jsonl").read_bytes() == (folder / "alone.jsonl").read_bytes()
+    assert shared.stderr.count("parameters on cpu") == 1
+    assert "error" not in shared.stderr
+
+
+@slow
+def test_on_a_terminal_all_processes_stream(torchrun, run_script, folder):
+    controller, terminal = pty.openpty()
+    done = torchrun(2, *PROMPTS, "--out_file=shared.jsonl", stdout=terminal)
+    os.close(terminal)
+    os.close(controller)
+    run_script(*PROMPTS, "--out_file=alone.jsonl", cwd=folder)
     expected = (folder / "alone.jsonl").read_bytes()
-    assert (folder / "shared.jsonl").read_bytes() == expected, shared.stderr
-    if not prefix: # on a terminal, messages stand beside samples
-        assert shared.stdout == alone.stdout
-        assert shared.stderr.count("parameters on cpu") == 1
-        assert "error" not in shared.stderr
+    assert (folder / "shared.jsonl").read_bytes() == expected, done.stderr
 
 
 @slow
@@ -99,40 +105,27 @@ def test_a_greeting_of_gloo_goes_to_stderr(capfd, monkeypatch):
 
 
 @slow
-def test_a_random_seed_is_the_same_for_all_processes(torchrun, run_script, folder):
-    done = torchrun(2, *PROMPTS, "--seed=random")
-    drawn, = re.findall(r"seed: (\d+), drawn at random", done.stderr)
-    assert done.stdout == run_script(*PROMPTS, f"--seed={drawn}", cwd=folder).stdout
-
-
-@slow
-@pytest.mark.parametrize("argument, message", [
-    ("--out_file=prompts.txt", "prompts.txt was not written by sample.py"), # only rank 0 finds it
-    ("--interactive", "interactive=True")])
-def test_an_error_is_reported_once(torchrun, folder, argument, message):
+def test_an_error_is_reported_once(torchrun, folder):
+    """Only rank 0, which comes last here, finds it."""
     rank_0_is_last = "import os, time\ntime.sleep(os.environ.get('RANK') == '0')\n"
     (folder / "sitecustomize.py").write_text(rank_0_is_last)
-    done = torchrun(2, argument)
+    done = torchrun(2, "--out_file=prompts.txt")
     assert done.returncode != 0
     assert done.stdout == ""
     error, = re.findall("^error: .*", done.stderr, re.MULTILINE)
-    assert message in error
+    assert "prompts.txt was not written by sample.py" in error
 
 
 @slow
-@pytest.mark.parametrize("module, name", [
-    ("sampling.checkpoints.nanogpt", "load_nanogpt"),
-    ("sampling.generation.batch", "Batch.flush")])
-def test_a_process_that_fails_says_so_with_its_number_and_the_run_ends(
-        torchrun, folder, module, name):
+def test_a_process_that_fails_says_so_with_its_number_and_the_run_ends(torchrun, folder):
     (folder / "sitecustomize.py").write_text(f"""
 import os, sys
 if os.environ.get("RANK") == "1":
     sys.path.insert(0, {str(PROJECT)!r})
-    import {module} as module
+    from sampling.generation.batch import Batch
     def fail(*arguments):
         raise ValueError("something broke here")
-    module.{name} = fail
+    Batch.flush = fail
 """)
     done = torchrun(2, *PROMPTS)
     assert done.returncode != 0
@@ -145,7 +138,7 @@ def test_a_run_that_ends_early_can_be_resumed(start, run_script, folder, rank, n
     """A signal kills one process, or interrupts torchrun. A single process resumes the run."""
     run = *LINES, "--num_samples=10", "--max_new_tokens=60"
     path = folder / "a.jsonl"
-    process = start(3, *run, "--out_file=a.jsonl")
+    process = start(2, *run, "--out_file=a.jsonl")
     while not (path.exists() and path.stat().st_size):
         time.sleep(0.01)
     pids = {None: process.pid}

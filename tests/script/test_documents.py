@@ -1,7 +1,6 @@
 """README.md, docs/, the settings files and the demo checkpoint work as documented."""
 import re
 import shlex
-import sys
 from shutil import copytree
 
 import huggingface_hub
@@ -10,23 +9,16 @@ import pytest
 from models import cached_snapshot
 from project import PROJECT, RULE, SCRIPT
 from sampling.configurator import find_settings
-from script_process import run_program, run_python
+from script_process import run_forked, run_program, run_python
 
 README = PROJECT / "README.md"
 DOCUMENTS = [README, PROJECT / "SECURITY.md", *sorted((PROJECT / "docs").glob("*.md"))]
-PYTHON = shlex.quote(sys.executable)
-slow = pytest.mark.slow
 
 
 def code_blocks(language):
-    """All code blocks of this language. Those of README.md are not slow."""
     pattern = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
-    blocks = []
-    for path in DOCUMENTS:
-        marks = () if path == README else slow
-        for i, block in enumerate(pattern.findall(path.read_text())):
-            blocks.append(pytest.param(block, id=f"{path.name}-{i}", marks=marks))
-    return blocks
+    return [pytest.param(block, id=f"{path.name}-{i}") for path in DOCUMENTS
+            for i, block in enumerate(pattern.findall(path.read_text()))]
 
 
 def commands(start):
@@ -47,39 +39,42 @@ def user_folder(tmp_path, gpt2_folder, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("command", commands("python sample.py"))
+@pytest.mark.parametrize("command", commands("(?:python|torchrun .* --) sample.py"))
 def test_commands_run(command, run_script, user_folder):
-    """They run as written, but with short samples, and small models."""
-    done = run_script(*shlex.split(command)[2:], "--max_new_tokens=20", cwd=user_folder)
+    """They run as written, but in one process, with few and short samples, and small models."""
+    arguments = shlex.split(command.partition("sample.py ")[2].replace("=1000", "=3"))
+    done = run_script(*arguments, "--max_new_tokens=20", cwd=user_folder)
     assert done.returncode == 0, done.stderr
     assert RULE in done.stdout
     assert "warning" not in done.stderr
 
 
 @pytest.fixture
-def run_in_bash(user_folder, tiktoken_cache):
-    """run_in_bash(script) runs it in the user's folder. Returns what it prints."""
-    def run(script):
-        script = script.replace("python sample.py", f"{PYTHON} {SCRIPT}")
-        caches = {"TIKTOKEN_CACHE_DIR": tiktoken_cache, "HF_HUB_CACHE": user_folder / "hub"}
-        return run_program("bash", "-ec", script, cwd=user_folder, **caches).stdout
+def run_commands(user_folder, run_script):
+    """run_commands(lines) runs them in the user's folder, as a shell does. Returns what they print.
+    """
+    def run(lines):
+        printed = ""
+        for line in lines:
+            command, _, file = line.partition(" > ")
+            program, *arguments = shlex.split(command)
+            if arguments[0] == "sample.py":
+                output = run_script(*arguments[1:], cwd=user_folder).stdout
+            else:
+                output = run_program(program, *arguments, cwd=user_folder).stdout
+            if file:
+                (user_folder / file).write_text(output)
+            else:
+                printed += output
+        return printed
     return run
 
 
-@slow
-@pytest.mark.parametrize("command", commands("torchrun"))
-def test_commands_with_torchrun_run(command, run_in_bash):
-    """They run as written, but with fewer processes, and fewer and shorter samples."""
-    command = command.replace("torchrun", f"{PYTHON} -m torch.distributed.run")
-    command = command.replace("=8", "=2").replace("=1000", "=3").replace("sample.py", str(SCRIPT))
-    assert RULE in run_in_bash(f"{command} --max_new_tokens=20")
-
-
 @pytest.mark.parametrize("block", code_blocks("text"))
-def test_examples_print_the_documented_output(block, run_in_bash):
-    commands = re.findall(r"^\$ (.*\n)", block, re.MULTILINE)
+def test_examples_print_the_documented_output(block, run_commands):
+    lines = re.findall(r"^\$ (.*)", block, re.MULTILINE)
     shown = re.sub(r"^\$ .*\n", "", block, flags=re.MULTILINE)
-    assert run_in_bash("".join(commands)) == shown
+    assert run_commands(lines) == shown
 
 
 def test_the_command_for_a_page_of_several_runs_works_anywhere_without_installing(
@@ -98,7 +93,8 @@ def test_the_command_for_a_page_of_several_runs_works_anywhere_without_installin
 
 @pytest.mark.parametrize("program", code_blocks("python"))
 def test_programs_run(program):
-    assert run_python("-W", "error", "-c", program).stdout
+    strict = "import warnings\nwarnings.simplefilter('error')\n"
+    assert run_forked(strict + program, script="-c").stdout
 
 
 def test_the_table_of_settings_has_the_defaults_and_comments_of_the_script():
@@ -116,7 +112,7 @@ def test_links_point_to_existing_files(path):
         assert "://" in link or (path.parent / link).exists(), link
 
 
-@slow
+@pytest.mark.slow
 def test_every_cell_of_the_gpu_benchmark_runs_and_the_text_is_nanogpts():
     done = run_python(PROJECT / "tests" / "bench" / "gpu.py")
     assert '"error"' not in done.stdout

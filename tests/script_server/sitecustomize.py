@@ -2,8 +2,8 @@
 that forks itself for each start of sample.py, which saves the import of torch.
 
 A fork returns from here and goes on as Python does, to the script of its command, sample.py; other
-scripts run here. See start_script for the other end of the connection. The server must not load a
-model, nor start a thread: neither survives a fork.
+scripts, and the code after "-c", run here. See start_script for the other end of the connection.
+The server must not load a model, nor start a thread: neither survives a fork.
 """
 import fcntl
 import json
@@ -62,8 +62,8 @@ def become(streams, script, arguments, cwd, env):
     for number, file in enumerate(streams):
         os.dup2(file, number)
         os.close(file)
+    os.setsid()
     if os.isatty(0):
-        os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0) # this terminal sends Ctrl-C
     os.chdir(cwd)
     os.environ.clear()
@@ -76,11 +76,17 @@ def become(streams, script, arguments, cwd, env):
     if script != SCRIPT:
         status = 1
         try:
-            runpy.run_path(script, run_name="__main__")
+            if script == "-c":
+                exec(arguments[0], {"__name__": "__main__"})
+            else:
+                runpy.run_path(script, run_name="__main__")
             status = 0
+        except SystemExit as end:
+            status = end.code
         except Exception:
             traceback.print_exc()
         finally:
+            sys.stdout.flush()
             os._exit(status) # sys.exit would take a second to free what was imported
 
 
