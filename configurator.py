@@ -15,10 +15,8 @@ import shlex
 import shutil
 import sys
 import textwrap
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ from typing import Any, NamedTuple
 if not __name__.endswith("configurator"):
     sys.exit("error: this configurator.py is not nanoGPT's: git checkout configurator.py model.py "
              "restores its files")
-from sampling.user_code import import_from
+from sampling.user_code import import_from, running
 from sampling.values import as_list, plain, suggest
 
 logger = logging.getLogger(__name__)
@@ -55,11 +53,10 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
              foreign: Mapping[str, str] = {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(). Returns all settings.
 
-    validate gets all settings, and the names of those that flags set. Its ValueError has the
-    attribute names: which settings it is about. aliases: what to suggest for names of other
-    programs. foreign: names of another program's settings, each with one of ours that means
-    something else there: a file that sets the first does not set the second. Logs the changes. An
-    error leaves scope as it was. --help and --version print, and exit.
+    validate gets all settings, and the names of those that flags set; its ValueError names those at
+    fault in the attribute names. aliases: what to suggest for names of other programs. foreign:
+    names that only another program sets, each with a setting that a file of that program means
+    otherwise, and so does not set. An error leaves scope as it was. --help and --version exit.
     """
     try:
         os.getcwd()
@@ -89,8 +86,11 @@ def answer(arguments: list[str], scope: dict[str, Any], settings: dict[str, Sett
     if "--version" in arguments:
         print(scope.get("__version__"), flush=True)
     elif {"--help", "-h"} & set(arguments):
-        print(help_text(docstring_of(scope), settings, shutil.get_terminal_size().columns), end="",
-              flush=True)
+        doc = scope.get("__doc__") or "" # python -OO leaves it out
+        if scope.get("__name__") != "__main__": # an installed command, which has its own name
+            script = os.path.basename(scope["__file__"])
+            doc = doc.replace(f"python {script}", Path(sys.argv[0]).stem)
+        print(help_text(doc, settings, shutil.get_terminal_size().columns), end="", flush=True)
     else:
         return
     sys.exit(0)
@@ -109,10 +109,9 @@ def read_arguments(arguments: list[str], scope: dict[str, Any], settings: dict[s
         first = arguments[0]
         if first.startswith("--") or (first.startswith("-") and not os.path.exists(first)):
             name, value = parse_argument(arguments, settings, aliases)
-            is_from_file = files.pop(name, None)
-            earlier = changes.get(name)
+            earlier = None if files.pop(name, None) else changes.get(name)
             # A list adds to that of an earlier flag. All else replaces it, and what a file sets.
-            if "list" in settings[name].types and not is_from_file and None not in (earlier, value):
+            if "list" in settings[name].types and None not in (earlier, value):
                 value = as_list(earlier) + as_list(value)
             changes[name] = value
         else:
@@ -149,15 +148,6 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     return settings
 
 
-def docstring_of(scope: Mapping[str, Any]) -> str:
-    """A script's docstring, also with python -OO. An installed command calls it by its own name."""
-    doc = ast.get_docstring(ast.parse(Path(scope["__file__"]).read_text(encoding="utf-8"))) or ""
-    if scope.get("__name__") == "__main__":
-        return doc
-    script = os.path.basename(scope["__file__"])
-    return doc.replace(f"python {script}", Path(sys.argv[0]).stem)
-
-
 def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
     """The docstring, then each setting in its group, with its default and its comment."""
     width = min(max(width, 40), 120)
@@ -174,7 +164,7 @@ def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
         lines += textwrap.wrap(setting.comment or "-", width, break_long_words=False,
                                break_on_hyphens=False, initial_indent=flags[name].ljust(indent),
                                subsequent_indent=" " * indent)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def to_argument(name: str, setting: Setting) -> str:
@@ -220,35 +210,17 @@ def parse(name: str, text: str, types: list[str]) -> Any:
     except Exception:
         value = text
         # A shell removes the quotes inside a list.
-        if "list" in types and re.fullmatch(r"(?s)\[.+]", text):
-            value = [parse_item(name, item.strip()) for item in text[1:-1].split(",")]
-            logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: "
-                        f"'\"{text:.100}\"'")
-        elif "list" in types and re.match(r"\[\s*[\"']", text):
-            raise ValueError(f"{name}: the list {text!r:.100} has no end: add it") from None
-    if text.startswith("("):
-        value = plain(value)
+        if "list" in types and re.match(r"(?s)\[.+]$|\[\s*[\"']", text):
+            raise ValueError(f"{name}: {text!r:.100} is no list: write [\"A\", \"B\"], in a shell "
+                             f"'[\"A\", \"B\"]'; for the text itself, '\"{text:.100}\"'") from None
+    value = plain(value)
     if "str" in types and type(value).__name__ not in types:
         return text
     return coerce(name, value, types, text)
 
 
-def parse_item(name: str, text: str) -> str:
-    """The text that an item of a list means, with quotes, without them, or as it stands."""
-    for literal in text, f'"{text}"':
-        value = parse(name, literal, ["str"])
-        if value != literal:
-            return value
-    return text
-
-
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
     """The value, if it has one of these types; a float for an int. label, given: for the error."""
-    try:
-        value = plain(value)
-    except RecursionError:
-        raise ValueError(f"{label} takes no list that contains itself, got "
-                         f"{given!r:.100}") from None
     if type(value) is int and "int" not in types and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value).__name__ in types:
@@ -282,9 +254,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
     """
     names = dict(scope)
     try:
-        code = compile(source, path, "exec")
-        # Standard output is only for samples.
-        with import_from(os.getcwd()), redirect_stdout(sys.stderr):
+        with import_from(os.getcwd()), running(Path(path)):
+            code = compile(source, path, "exec")
             try:
                 exec(code, names)
             except NameError as e:
@@ -293,23 +264,19 @@ def run_file(path: str, source: bytes, scope: dict[str, Any],
                 # nanoGPT's script has imported it by now, which takes a second.
                 names = scope | {"torch": importlib.import_module("torch")}
                 exec(code, names)
-    except (Exception, SystemExit) as e: # SystemExit would end the script without a message
-        numbers = [frame.lineno for frame in traceback.extract_tb(e.__traceback__)
-                   if frame.filename == path]
-        if isinstance(e, SyntaxError):
-            numbers = [e.lineno]
-        where = f"{path}, line {numbers[-1]}" if numbers and numbers[-1] else path
-        raise ValueError(f"{where}: {type(e).__name__}: {e!s:.300}; {ADVICE}") from None
+            found = plain({name: names[name] for name in settings if name in names})
+    except ValueError as e:
+        raise ValueError(f"{e}; {ADVICE}") from None
     others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
     for name in sorted(others):
         hint = suggest(name, settings, prefixes=False)
         if hint and type(names[name]).__name__ in TYPE_NAMES:
             logger.warning(f"{path} sets {name}, which is not a setting{hint}")
     for name in others & foreign.keys():
-        names.pop(foreign[name], None)
+        found.pop(foreign[name], None)
     # 1 == True, but as settings they differ.
-    changes = {name: names[name] for name in settings if name in names
-               and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}
+    changes = {name: value for name, value in found.items()
+               if (type(value), value) != (type(scope[name]), scope[name])}
     if not (changes or others or settings.keys() & set(code.co_names)):
         if not path.endswith(".py"): # such as JSON
             raise ValueError(f"{path} sets nothing; {ADVICE}")

@@ -68,12 +68,12 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     shorten_spinning() # also for torch's threads, if torch is not imported yet
     from sampling.backends.backend_choice import warm_up
     from sampling.text_generator import load_model
-    name = expand_home(name)
+    model = expand_home(name)
     options = ModelOptions(device, dtype, expand_home(tokenizer), expand_home(model_file), compile,
                            cuda_graphs, draft)
-    check_options({"name": name, **vars(options)})
+    check_options({"name": model, **vars(options)})
     try:
-        gpt = load_model("name", name, options)
+        gpt = load_model("name", model, options)
         warm_up(gpt.backend)
         return gpt
     except (OSError, ValueError) as error:

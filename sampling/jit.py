@@ -1,4 +1,4 @@
-"""Compiles plain loops with numba, for this processor and for several threads, and runs them.
+"""Compiles plain loops with numba, for this processor and for several threads, and launches them.
 
 A kernel is a function that parallel has compiled.
 """
@@ -33,7 +33,7 @@ CACHE_BYTES = 2**22 # more than all kernels take
 
 # One of numba's threading layers serves one thread at a time. A signal handler, which Python calls
 # between two kernels, may run kernels in the thread that has the lock.
-run_lock = RLock()
+launch_lock = RLock()
 this_thread = local()
 
 # For Intel's processors, LLVM uses half of the AVX-512 registers by default, although all of them
@@ -90,7 +90,7 @@ def load(calls: dict[Kernel, tuple], meanwhile: str = "") -> None:
     kernels: numba compiles in a single thread.
     """
     second = None
-    with run_lock:
+    with launch_lock:
         missing = {kernel: calls[kernel] for kernel in calls if not kernel.signatures}
         if not missing:
             return
@@ -151,7 +151,7 @@ def warn_unsaved(folder: str, reason: str) -> None:
                    "them again: free some space, or set NUMBA_CACHE_DIR to another folder")
 
 
-def run(kernel: Kernel, work: int, *arguments: Any) -> Any:
+def launch(kernel: Kernel, work: int, *arguments: Any) -> Any:
     """Call a kernel with the threads that its multiply-adds are worth, of those torch uses."""
     num_threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS,
                       1 + work // WORK_PER_THREAD)
@@ -159,5 +159,5 @@ def run(kernel: Kernel, work: int, *arguments: Any) -> Any:
     if getattr(this_thread, "num_threads", None) != num_threads:
         numba.set_num_threads(num_threads)
         this_thread.num_threads = num_threads
-    with run_lock:
+    with launch_lock:
         return kernel(*arguments)

@@ -13,6 +13,10 @@ class Prompt:
     location: str = "" # the file and the line, for messages
     other_fields: Mapping[str, Any] = field(default_factory=dict)
 
+    def located(self, message: str) -> str:
+        """A message about this prompt, with its location if it has one."""
+        return f"{self.location}: {message}" if self.location else message
+
 
 class Token(NamedTuple):
     """A token of a text.

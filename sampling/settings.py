@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from operator import and_
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from sampling.torchrun import world_size
 from sampling.values import as_list, plain
@@ -239,23 +239,14 @@ class ScoringParams:
     max_tokens: int = 10**9 # to keep of a text. All are scored, but a book has a million
 
 
-@overload
-def expand_home(path: str | os.PathLike[str]) -> str: ...
-
-
-@overload
-def expand_home(path: None) -> None: ...
-
-
-def expand_home(path: str | os.PathLike[str] | None) -> str | None:
-    """A path with the home folder for a leading ~, unless a file is called so.
-
-    In --out_dir=~/x, no shell does it.
+def expand_home(path: Any) -> Any:
+    """A path as text, with the home folder for a leading ~, unless a file is called so; other
+    values as they are. In --out_dir=~/x, no shell does it.
     """
-    if path is None:
-        return None
-    path = os.fspath(path)
-    return path if os.path.lexists(path) else os.path.expanduser(path)
+    path = plain(path)
+    if not isinstance(path, str) or os.path.lexists(path):
+        return path
+    return os.path.expanduser(path)
 
 
 def complete_settings(settings: Settings) -> dict[str, Any]:

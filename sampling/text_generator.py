@@ -18,7 +18,7 @@ from sampling.checkpoints.model_source import NANOGPT
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
-from sampling.inputs.prompts import at, make_samples
+from sampling.inputs.prompts import make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.process import check_fork, system_interrupts
@@ -100,10 +100,10 @@ class TextGenerator:
         for i, text in enumerate(texts):
             prompt = Prompt(plain(text), location=f"prompts[{i}]" if len(texts) > 1 else "")
             if not isinstance(text, str):
-                raise TypeError(at(prompt, f"a prompt must be a str; got {text!r:.100}"))
+                raise TypeError(prompt.located(f"a prompt must be a str; got {text!r:.100}"))
             if not text:
-                raise ValueError(at(prompt, "a prompt is empty, but a sample needs something to "
-                                            "continue, such as a newline"))
+                raise ValueError(prompt.located("a prompt is empty, but a sample needs something "
+                                                "to continue, such as a newline"))
             located.append(prompt)
         return located
 
@@ -144,9 +144,9 @@ class TextGenerator:
         block_size = self.backend.config.block_size
         if num_ids > block_size:
             seen = self.tokenizer.decode(sample.prompt_ids[-block_size:])[:40]
-            logger.info(at(sample.prompt, f"the prompt has {num_ids} tokens, but the model sees "
-                                          f"only the last {block_size} of any, here from {seen!r} "
-                                          "on"))
+            logger.info(sample.prompt.located(
+                f"the prompt has {num_ids} tokens, but the model sees only the last {block_size} "
+                f"of any, here from {seen!r} on"))
         return num_ids > block_size
 
     def announce_window(self, sample: Sample, params: SamplingParams) -> None:

@@ -104,7 +104,7 @@ def module_name(path: Path) -> str:
 
 
 @contextmanager
-def running(path: Path, what: str) -> Iterator[None]:
+def running(path: Path, what: str = "") -> Iterator[None]:
     """Run the user's code in this block.
 
     What it prints goes to standard error. An exception becomes a ValueError that names the file and
@@ -127,4 +127,5 @@ def running(path: Path, what: str) -> Iterator[None]:
                 where = f"{path}, line {frame.lineno}"
         # Unlike str, this never raises.
         reason = " ".join(traceback.format_exception_only(error)[-1].split())
-        raise ValueError(f"{where}: {what}: {reason:.300}") from None
+        what = f"{what}: " if what else ""
+        raise ValueError(f"{where}: {what}{reason:.300}") from None

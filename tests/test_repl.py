@@ -90,7 +90,7 @@ ANSWERS = { # what a user types, and a part of the message
     ":watch": "in a session, type :reload",
     ":stop": "stop=None",
     ":temperature=": "error: :temperature= needs a value",
-    ':stop=["a"': "error: stop: the list '[\"a\"' has no end",
+    ':stop=["a"': "error: stop: '[\"a\"' is no list",
     ":stop=\\n": "stop='\\n'\n",
     """:stop='"\\n"'""": "stop='\\n'\n",
     ":stop=a\\n": """as Python does: --stop='"\\n"' in a shell, :stop="\\n" in a session""",

@@ -200,10 +200,11 @@ class EagerBackend(Backend):
 
 class OwnBackend(Backend):
     """Runs a model of the user's own class GPT as nanoGPT does: each step computes the whole
-    window, as nobody else knows what the model could cache. With one row, each operation has
-    nanoGPT's shape, so the same device and torch compute nanoGPT's logits bit for bit, in any
-    dtype. Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole
-    process. config: the sizes of the model.
+    window, because only the model knows what could be cached.
+
+    A single row gets nanoGPT's logits bit for bit, on the same device, with the same torch, in any
+    dtype: each operation has nanoGPT's shape. On CUDA, torch's matmul precision and attention
+    kernels become nanoGPT's, for the whole process. config: the sizes of the model.
     """
     has_cache = False
     full_vocabulary = True

@@ -62,7 +62,7 @@ class Linear:
                 y += torch.from_numpy(residual)
             return y.numpy()
         work = x.size * len(self.weight)
-        return jit.run(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu],
+        return jit.launch(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu],
                        residual)
 
 
@@ -77,7 +77,7 @@ class LayerNorm(NamedTuple):
         # So much work gets as many threads as the Linears around it. To change their number costs
         # more than it saves.
         work = x.size * len(self.weight)
-        return jit.run(kernels.layer_norm, work, x, *self)
+        return jit.launch(kernels.layer_norm, work, x, *self)
 
 
 class CPUBackend(Backend):
@@ -172,7 +172,7 @@ class CPUBackend(Backend):
         if has_row_each and num_last == T <= MAX_KERNEL_TOKENS:
             keys, values = past.numpy() # (B, H, C, D) each
             work = 2 * len(qkv) * S * E
-            return jit.run(kernels.attention, work, qkv, keys, values, start)
+            return jit.launch(kernels.attention, work, qkv, keys, values, start)
         heads = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4)
         q, k, v = heads # (B, H, T, D) each
         if past is not None:

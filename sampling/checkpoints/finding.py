@@ -251,9 +251,6 @@ def found(like: Path, places: Iterable[Path]) -> str:
         return (f"{first} lacks its config.json: copy that beside it, and pass "
                 f"init_from={quote(str(first.parent))}; for weights that nanoGPT trained, "
                 f"pass {setting_for(first)}")
-    if first == like and os.path.isdir(like):
-        kind = "ckpt.pt" if os.path.isfile(like / "ckpt.pt") else "a Hugging Face model"
-        return f"{like} holds {kind}; pass {setting_for(first)}"
     if len(names) > 5:
         names[5:] = ["..."]
     return f"found {', '.join(names)}; pass {setting_for(first)}"

@@ -30,7 +30,7 @@ MIN_LEAD = 0.05
 
 
 class Engine:
-    """Gives samples their tokens: the same to each as if it were generated alone.
+    """Generates samples in batches. Each gets the tokens that it would get alone.
 
     batch_size: how many samples to generate at once; None: as many as the backend likes. stream:
     whether each token is wanted as soon as possible.

@@ -88,17 +88,12 @@ def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: i
 
 def encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
     if len(prompt.text) > 10**6: # it takes a second or more
-        logger.info(at(prompt, f"encoding {len(prompt.text):,} characters"))
+        logger.info(prompt.located(f"encoding {len(prompt.text):,} characters"))
     try:
         with system_interrupts(): # a stranger's tokenizer may take long
             return tokenizer.encode(prompt.text)
     except ValueError as error:
-        raise ValueError(at(prompt, str(error))) from None
-
-
-def at(prompt: Prompt, message: str) -> str:
-    """A message about a prompt, with the place of the prompt, if it has one."""
-    return f"{prompt.location}: {message}" if prompt.location else message
+        raise ValueError(prompt.located(str(error))) from None
 
 
 def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
@@ -188,7 +183,7 @@ def warn_about_alias(prompt: Prompt) -> bool:
     for name in prompt.other_fields:
         setting = ALIASES.get(name)
         if setting in SAMPLING_SETTINGS:
-            logger.warning(at(prompt, f"{name} is saved, but changes no sample: --{setting} does, "
-                                      "for all prompts"))
+            logger.warning(prompt.located(f"{name} is saved, but changes no sample: --{setting} "
+                                          "does, for all prompts"))
             return True
     return False

@@ -15,8 +15,8 @@ from sampling import process
 from sampling.process import is_out_of_memory
 from sampling.torchrun import rank
 
-# Symbols for control characters, except tab and newline, and for characters that change the
-# direction of text. A terminal would interpret the characters.
+# What is shown for each character that a terminal would obey: control characters, except tab and
+# newline, and those that change the direction of text.
 CONTROL_PICTURES = {i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}
 CONTROL_PICTURES[0x7f] = "\u2421"
 for invisible in range(0x80, 0xa0), range(0x202a, 0x202f), range(0x2066, 0x206a):

@@ -230,7 +230,7 @@ class KernelStreams(RowStreams):
     def draw_rows(self) -> None:
         work = WORK_PER_LOGIT * self.numbers.numel()
         is_drawn = self.step >= np.array(self.first_steps)
-        jit.run(draw_noise, work, self.words, self.places, is_drawn, self.numbers.numpy())
+        jit.launch(draw_noise, work, self.words, self.places, is_drawn, self.numbers.numpy())
 
 
 def choose_ids(logits: Tensor, temperature: float, top_k: int | None,
@@ -242,6 +242,6 @@ def choose_ids(logits: Tensor, temperature: float, top_k: int | None,
     leads = torch.empty(len(logits), dtype=torch.float32)
     work = WORK_PER_LOGIT * logits.numel()
     k = top_k or logits.size(1)
-    jit.run(choose, work, logits.contiguous().numpy(), np.float32(temperature), k, noise.numpy(),
+    jit.launch(choose, work, logits.contiguous().numpy(), np.float32(temperature), k, noise.numpy(),
             ids[:, 0].numpy(), leads.numpy())
     return ids, leads

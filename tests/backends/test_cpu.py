@@ -186,7 +186,7 @@ def test_attention_may_be_nearly_all_on_one_token():
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(most):
     def num_threads():
-        return [jit.run(numba.get_num_threads, work) for work in (0, 10**12)]
+        return [jit.launch(numba.get_num_threads, work) for work in (0, 10**12)]
     numba.get_num_threads() # starts its threads, which may change torch's number
     torch.set_num_threads(most)
     expected = [1, min(most, numba.config.NUMBA_NUM_THREADS)]

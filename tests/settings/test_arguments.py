@@ -24,8 +24,6 @@ CHANGES = { # what arguments change
     "--ends='[\"a\"]'": {"ends": '["a"]'},
     "--ends=A --ends=['B','C'] --count=3 --ends D": {"count": 3, "ends": ["A", "B", "C", "D"]},
     "--ends=A --ends=None --ends=B": {"ends": "B"},
-    "--ends=[\\n,it's]": {"ends": ["\n", "it's"]}, # a shell makes it of ["\n", "it's"]
-    '--ends=["a",\tit"s,\'b\',\tc\\]': {"ends": ["a", 'it"s', "b", "c\\"]},
     "--ends=('A','B')": {"ends": ["A", "B"]},
     "--ends=(A)": {"ends": "(A)"},
     '--ends="[A]"': {"ends": "[A]"},
@@ -59,7 +57,8 @@ ERRORS = {
     "--flag=maybe": "flag takes True or False, got 'maybe'",
     "--rate=1" + "0" * 400: "rate takes a number",
     "--count=3 --flag --rate=fast": "rate takes a number",
-    '--ends=["A",': """ends: the list '["A",' has no end: add it""",
+    '--ends=["A",': """ends: '["A",' is no list: write ["A", "B"], in a shell""",
+    "--ends=[\\n,A]": """for the text itself, '"[\\n,A]"'""", # a shell makes it of ["\n", "A"]
     "missing.py": f"the settings file 'missing.py': No such file or directory; {ADVICE}",
     "folder": f"cannot read the settings file 'folder': Is a directory; {ADVICE}",
     "folder/ckpt.pt": ADVICE,

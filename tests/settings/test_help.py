@@ -1,4 +1,5 @@
 """The configurator reads a script's settings from its source, and prints them for --help."""
+import ast
 import shlex
 import sys
 
@@ -35,6 +36,8 @@ def test_help_has_all_settings_in_groups_with_comments_in_one_column(tmp_path):
     settings = find_settings(tmp_path / "project" / "script.py") # that of conftest.py
     doc = HELP.partition("\n\nSettings")[0]
     assert help_text(doc, settings, 40) == HELP
+    # With python -OO, there is no docstring.
+    assert help_text("", settings, 40) == HELP[len(doc) + 2:]
 
 
 def test_each_setting_of_the_script_has_a_comment_and_a_group():
@@ -50,8 +53,8 @@ def test_each_setting_of_the_script_has_a_comment_and_a_group():
 def test_help_and_version_name_the_program_as_the_user_called_it(
         name, program, shown, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"/bin/{program}"])
-    # As with python -OO, the script has no __doc__.
-    scope = {"__file__": str(SCRIPT), "__name__": name, "__version__": "1.2.3"}
+    doc = ast.get_docstring(ast.parse(SCRIPT.read_text()))
+    scope = {"__file__": str(SCRIPT), "__name__": name, "__doc__": doc, "__version__": "1.2.3"}
     for argument in "--help", "--version":
         with pytest.raises(SystemExit):
             override(scope, ["--nonsense", argument])
