@@ -75,7 +75,7 @@ class ModelSource(NamedTuple):
     """What a model.py shows."""
     path: Path
     differences: list[str] # what it may not contain
-    defaults: dict[str, Any] # of GPTConfig, as far as no tensor shows them
+    gelu: str = "none" # the form of GELU that its MLP has, as in F.gelu
     edits_generate: bool = False # such an edit changes no logits
     drops_while_sampling: bool = False # unless its dropout is 0
 
@@ -111,7 +111,7 @@ def read_source(path: Path, root: Path | None = None) -> ModelSource:
         return source
     except UNREADABLE as error:
         reason = " ".join(str(error).split())
-        return ModelSource(path, [f"all, as it cannot be read: {reason:.200}"], {})
+        return ModelSource(path, [f"all, as it cannot be read: {reason:.200}"])
 
 
 # ---- what it may contain
@@ -136,17 +136,13 @@ def compare(path: Path, body: list[ast.stmt]) -> ModelSource:
             elif not is_inert(value, bound):
                 differences.append(f"line {value.lineno}")
     differences += {"GPT"} - bound.keys()
-    attention, config, gpt, mlp = map(bound.get, ("CausalSelfAttention", "GPTConfig", "GPT", "MLP"))
-    defaults = {}
-    for part in getattr(config, "body", []):
-        if match := re.fullmatch(r"n_head: int = (\d+)", ast.unparse(part)):
-            defaults["n_head"] = int(match[1])
-    if "'new_gelu'" in canonical(mlp):
-        defaults["gelu"] = "tanh"
-    loops = [part for part in getattr(gpt, "body", []) if getattr(part, "name", "") == "generate"]
-    return ModelSource(path, list(dict.fromkeys(differences)), defaults,
-                       any(digest(loop) not in LOOPS for loop in loops),
-                       digest(attention) == DROPS_WHILE_SAMPLING)
+    body = getattr(bound.get("GPT"), "body", [])
+    loops = [part for part in body if getattr(part, "name", "") == "generate"]
+    return ModelSource(
+        path, list(dict.fromkeys(differences)),
+        gelu="tanh" if "'new_gelu'" in canonical(bound.get("MLP")) else "none",
+        edits_generate=any(digest(loop) not in LOOPS for loop in loops),
+        drops_while_sampling=digest(bound.get("CausalSelfAttention")) == DROPS_WHILE_SAMPLING)
 
 
 def bindings_of(node: ast.stmt) -> Iterator[tuple[str, Any]]:
@@ -168,10 +164,8 @@ def bindings_of(node: ast.stmt) -> Iterator[tuple[str, Any]]:
 
 def does_nothing(node: Any) -> bool:
     """Whether this is a statement that does nothing when the file is imported."""
-    match node:
-        case ast.If(test, orelse=[]): # in a function, it could hide a yield
-            return ast.unparse(test) == "__name__ == '__main__'"
-    return is_constant(node)
+    is_script = isinstance(node, ast.If) and not node.orelse # in a function, it could hide a yield
+    return is_constant(node) or (is_script and ast.unparse(node.test) == "__name__ == '__main__'")
 
 
 def is_constant(node: Any) -> bool:

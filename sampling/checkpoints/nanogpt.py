@@ -33,7 +33,7 @@ from sampling.checkpoints.untrusted_files import RejectedFileError, require
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
-UNEDITED = ModelSource(Path(NANOGPT), [], {}) # nanoGPT's newest
+UNEDITED = ModelSource(Path(NANOGPT), []) # nanoGPT's newest
 # All fields of build-nanogpt's GPTConfig.
 SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"}
 # Fields of forks that may be on and change nothing when a trained model samples.
@@ -70,7 +70,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32,
     if model_file in (None, NANOGPT):
         source = UNEDITED if model_file else find_source(path)
         model, training = read_complete(
-            [path], lambda file: read_gpt(file, source.defaults, dtype))
+            [path], lambda file: read_gpt(file, source.gelu, dtype))
         if source.drops_while_sampling and model.config.dropout:
             source.reject(["dropout while it samples"])
     else:
@@ -99,7 +99,7 @@ def find_source(checkpoint: Path) -> ModelSource:
         source.reject(source.differences)
     source, *_ = [*sources, UNEDITED]
     source.warn_of_generate()
-    if "gelu" in source.defaults:
+    if source.gelu == "tanh":
         logger.info(f"{source.path} is nanoGPT's from before June 2023: using its GELU, the tanh "
                     "form")
     return source
@@ -113,13 +113,13 @@ class Training(NamedTuple):
     file_state: tuple | None
 
 
-def read_gpt(file: BinaryIO, defaults: dict, dtype: torch.dtype) -> tuple[Model, Training]:
-    """A model of nanoGPT's own GPT, whose model.py has these defaults."""
+def read_gpt(file: BinaryIO, gelu: str, dtype: torch.dtype) -> tuple[Model, Training]:
+    """A model of nanoGPT's own GPT, whose model.py has this form of GELU."""
     tensor_file = read_tensor_file(file)
     tensors, args_key, args = find_entries(tensor_file)
     stored = share_head(tensors_by_name(tensors, tensor_file))
     try:
-        model_args = gpt_args(args_key, args, defaults)
+        model_args = gpt_args(args_key, args, gelu)
         model = read_model(model_args, stored, dtype)
         is_tied = model.config.tie_word_embeddings
         if model_args.get("tie_word_embeddings", True) and not is_tied:
@@ -185,13 +185,13 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
     return entries[model_key], args_key, args
 
 
-def gpt_args(args_key: str, args: object, defaults: dict) -> dict:
+def gpt_args(args_key: str, args: object, gelu: str) -> dict:
     """The fields of GPTConfig. Raises ValueError if a field may change what the model computes."""
     fields = fields_of(args)
-    missing = ", ".join(sorted(SIZES.difference(fields)))
-    # A dict may lack fields that have defaults.
-    require(isinstance(unwrap(args), dict) or not missing,
-            f"its {args_key} is an object of {describe(args)} without the fields {missing}")
+    # nanoGPT's first dicts lack fields with defaults. The tensors show all of these sizes but one.
+    needed = {"n_head"} if isinstance(unwrap(args), dict) else SIZES
+    missing = ", ".join(sorted(needed.difference(fields)))
+    require(not missing, f"its {args_key}, of the type {describe(args)}, lacks {missing}")
     known = {}
     foreign = []
     for name, value in fields.items():
@@ -210,10 +210,10 @@ def gpt_args(args_key: str, args: object, defaults: dict) -> dict:
     # dropout and bias.
     is_gpt_config = describe(args).endswith(".GPTConfig")
     if known.keys() == SIZES and (is_gpt_config or args_key == "config"):
-        defaults = {"gelu": "tanh"}
+        gelu = "tanh"
     # None means the default, but for the activation: then there may be none.
     given = {name: v for name, v in known.items() if v is not None or name == "gelu"}
-    return defaults | given
+    return {"gelu": gelu} | given
 
 
 def read_number(file: TensorFile, *names: str) -> float | None:

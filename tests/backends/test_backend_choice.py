@@ -65,12 +65,11 @@ def test_a_run_is_short_if_its_steps_in_full_batches_are_few(settings, expected)
     assert is_short_run(DEFAULTS | settings) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable, value, reason", [
     ("NUMBA_DISABLE_JIT", "1", "NUMBA_DISABLE_JIT is set"),
-    pytest.param("NUMBA_OPT", "x", "RuntimeWarning: .*'NUMBA_OPT' is .* 'x' could not be parsed.",
-                 marks=pytest.mark.slow),
-    pytest.param("NUMBA_THREADING_LAYER", "1", "ValueError: .*requested '1' is unknown.*",
-                 marks=pytest.mark.slow),
+    ("NUMBA_OPT", "x", "RuntimeWarning: .*'NUMBA_OPT' is .* 'x' could not be parsed."),
+    ("NUMBA_THREADING_LAYER", "1", "ValueError: .*requested '1' is unknown.*"),
 ])
 def test_where_numba_does_not_work_a_line_says_so_and_torch_runs_alone(
         variable, value, reason, char_checkpoint, tmp_path):

@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-import torch
 
 from forks import EQUAL, FORWARD, HARMLESS, OTHERS, OURS, edit, fork_text
 from models import make_gpt, save_checkpoint
@@ -224,15 +223,6 @@ def test_the_module_counts_from_which_a_script_imports_its_gpt(tmp_path, script,
     named = path.parent if path.stem == "__init__" else path
     with pytest.raises(ValueError, match=f"^{named} is not nanoGPT's"):
         find_source(tmp_path / "out/ckpt.pt")
-
-
-def test_a_default_of_n_head_counts_where_the_checkpoint_names_none(fork, sample, tmp_path):
-    path = fork("n_head: int = 12", "n_head: int = 2")
-    file = tmp_path / "out/ckpt.pt"
-    content = torch.load(file)
-    del content["model_args"]["n_head"]
-    torch.save(content, file)
-    assert sample().stdout == fork_text(path)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

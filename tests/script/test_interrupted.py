@@ -245,7 +245,7 @@ def end_first_process(number, words, *arguments, **environment):
 
 @in_a_container
 @pytest.mark.parametrize("number, status", [
-    (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=slow)])
 def test_the_first_process_of_a_container_ends_while_it_reads_a_model(number, status, tmp_path):
     # The file is new and incomplete: the process reads it again, here for a long time.
     os.truncate(save_checkpoint(tmp_path, make_gpt()), 10_000)
