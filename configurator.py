@@ -53,10 +53,11 @@ def override(scope: dict[str, Any], arguments: Iterable[str],
              foreign: Mapping[str, str] = {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(). Returns all settings.
 
-    validate gets all settings, and the names of those that flags set; its ValueError names those at
-    fault in the attribute names. aliases: what to suggest for names of other programs. foreign:
-    names that only another program sets, each with a setting that a file of that program means
-    otherwise, and so does not set. An error leaves scope as it was. --help and --version exit.
+    validate gets all settings, and the names of those that flags set; its ValueError has the
+    attribute names: the settings at fault. aliases: what to suggest for names of other programs.
+    foreign: names that only the files of another program set, each with a setting that means
+    something else there, which such a file does not change. An error leaves scope as it was. --help
+    and --version print, and exit.
     """
     try:
         os.getcwd()
