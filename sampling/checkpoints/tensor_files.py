@@ -123,9 +123,7 @@ def read_zip(file: BinaryIO) -> TensorFile:
     # torch.save has an option to leave checksums out. zipfile checks none that is None.
     has_crcs = any(info.CRC for info in archive.infolist())
     for info in archive.infolist():
-        is_encrypted = info.flag_bits & 1
-        require(info.compress_type == zipfile.ZIP_STORED and not is_encrypted,
-                "one of its records is compressed or encrypted")
+        require(info.compress_type == zipfile.ZIP_STORED, "one of its records is compressed")
         if not has_crcs:
             info.CRC = None
         # A header of 30 bytes ends with the lengths of a name and an extra field, which follow.
