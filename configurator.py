@@ -6,6 +6,7 @@ int | None = 200). Its help is the comment after it, with the indented comments 
 one above it begins a group. A user's error is a ValueError.
 """
 import ast
+import dis
 import importlib
 import json
 import logging
@@ -36,7 +37,8 @@ TYPE_NAMES = {
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 ADVICE = ("a settings file is Python that assigns settings, such as temperature = 0.8; "
-          'in the command, settings are --key="a value", and a model is --out_dir=PATH')
+          'in the command, settings are --key="a value", a model is --out_dir=PATH, and a model.py '
+          "--model_file=PATH")
 
 
 class Setting(NamedTuple):
@@ -117,7 +119,7 @@ def read_arguments(arguments: list[str], scope: dict[str, Any], settings: dict[s
             changes[name] = value
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"])
-            found = run_file(path, source, scope | changes, settings, foreign)
+            found = run_file(path, source, scope | changes, settings, aliases, foreign)
             changes |= found
             files |= dict.fromkeys(found, path)
     return changes, files
@@ -212,8 +214,9 @@ def parse(name: str, text: str, types: list[str]) -> Any:
         value = text
         # A shell removes the quotes inside a list.
         if "list" in types and re.match(r"(?s)\[.+]$|\[\s*[\"']", text):
+            quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
             raise ValueError(f"{name}: {text!r:.100} is no list: write [\"A\", \"B\"], in a shell "
-                             f"'[\"A\", \"B\"]'; for the text itself, '\"{text:.100}\"'") from None
+                             f"'[\"A\", \"B\"]'; for the text itself, {quoted}") from None
     value = plain(value)
     if "str" in types and type(value).__name__ not in types:
         return text
@@ -237,8 +240,9 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
         found = os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
         source = Path(found).read_bytes()
-        # nanoGPT's configurator would run its script again and again.
-        if re.search(rb"open\(.configurator\.py", source):
+        # This script, or one of nanoGPT's, would run itself again and again.
+        is_ours = os.path.realpath(found) == os.path.realpath(script)
+        if is_ours or re.search(rb"open\(.configurator\.py", source):
             raise ValueError("it is a script with settings of its own")
         return found, source
     except (OSError, ValueError) as e: # ValueError: also for a path with a null byte
@@ -246,41 +250,38 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
                          f"{getattr(e, 'strerror', e)}; {ADVICE}") from None
 
 
-def run_file(path: str, source: bytes, scope: dict[str, Any],
-             settings: dict[str, Setting], foreign: Mapping[str, str]) -> dict[str, Any]:
-    """Run a settings file and return the settings that it changes. foreign: as for override.
+def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting],
+             aliases: Mapping[str, str], foreign: Mapping[str, str]) -> dict[str, Any]:
+    """Run a settings file and return the settings that it changes. aliases, foreign: as for
+    override.
 
     The file can use the names in scope, and may define other names, as training files do. Logs a
-    warning for a name like a setting's, or if it sets nothing.
+    warning for a name like a setting's.
     """
     names = dict(scope)
     try:
         with import_from(os.getcwd()), running(Path(path)):
-            code = compile(source, path, "exec")
-            try:
-                exec(code, names)
-            except NameError as e:
-                if e.name != "torch":
-                    raise
+            tree = ast.parse(source, path)
+            if any(getattr(node, "id", "") == "torch" for node in ast.walk(tree)):
                 # nanoGPT's script has imported it by now, which takes a second.
-                names = scope | {"torch": importlib.import_module("torch")}
-                exec(code, names)
+                names["torch"] = importlib.import_module("torch")
+            code = compile(tree, path, "exec")
+            exec(code, names)
             found = plain({name: names[name] for name in settings if name in names})
     except ValueError as e:
         raise ValueError(f"{e}; {ADVICE}") from None
-    others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
+    others = {name for name in names.keys() - scope.keys()
+              if type(names[name]).__name__ in TYPE_NAMES}
     for name in sorted(others):
-        hint = suggest(name, settings, prefixes=False)
-        if hint and type(names[name]).__name__ in TYPE_NAMES:
+        if hint := suggest(name, settings, aliases, prefixes=False):
             logger.warning(f"{path} sets {name}, which is not a setting{hint}")
     for name in others & foreign.keys():
         found.pop(foreign[name], None)
     # 1 == True, but as settings they differ.
     changes = {name: value for name, value in found.items()
                if (type(value), value) != (type(scope[name]), scope[name])}
-    if not (changes or others or settings.keys() & set(code.co_names)):
-        if not path.endswith(".py"): # such as JSON
-            raise ValueError(f"{path} sets nothing; {ADVICE}")
-        logger.warning(f"{path} sets nothing; {ADVICE}")
+    assigned = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
+    if not (changes or others or settings.keys() & assigned): # such as JSON, or a model.py
+        raise ValueError(f"{path} sets nothing; {ADVICE}")
     return {name: coerce(f"{path}: {name}", value, settings[name].types, value)
             for name, value in changes.items()}

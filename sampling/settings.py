@@ -159,8 +159,8 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM, OpenAI and gpt-2-simple ->
     "s": "seed",
     "o": "out_file",
 }
-# Names that only a training sets -> a setting that means something else there.
-FOREIGN = dict.fromkeys(["learning_rate", "max_iters"], "batch_size")
+# Names that only nanoGPT's train.py has -> a setting that means something else there.
+FOREIGN = dict.fromkeys(["learning_rate", "max_iters", "eval_iters"], "batch_size")
 
 
 def check_values(values: Settings) -> None:

@@ -48,7 +48,8 @@ HUGGINGFACE_NAMES = {
 }
 # The module from which a script imports a GPT, or all, or which may be one that has a GPT.
 IMPORT_OF_GPT = re.compile(r"^ *(?:from \.*(\w[\w.]*) import (?:.*GPT(?:Config)?\b|\*)"
-                           r"|import ([\w.]*(?:model|gpt)[\w.]*))", re.MULTILINE)
+                           r"|import ([\w.]*(?:model|gpt)[\w.]*)|import ([\w.]+) as model\b)",
+                           re.MULTILINE)
 
 
 def checkpoint_path(out_dir: str | Path) -> Path:
@@ -156,12 +157,14 @@ def code_folders(checkpoint: Path) -> dict[Path, list[Path]]:
 
 
 def modules_with_gpt(folder: Path) -> list[str]:
-    """The modules from which the sample.py and the train.py in a folder import their GPT."""
+    """The modules from which the sample.py and the train.py in a folder have their GPT."""
     modules = []
     for script in "sample.py", "train.py":
         with suppress(*UNREADABLE): # Python cannot run it either
             text = ast.unparse(parse_python(folder / script)) # each statement in a line
             modules += map("".join, IMPORT_OF_GPT.findall(text))
+            if re.search("^class GPT\\b", text, re.MULTILINE):
+                modules.append(script.removesuffix(".py"))
     return modules
 
 

@@ -26,7 +26,7 @@ from sampling.checkpoints.checkpoint import (
 )
 from sampling.checkpoints.model_source import NANOGPT, ModelSource, read_source
 from sampling.checkpoints.own_model import load_own_model
-from sampling.checkpoints.pickles import StoredTensor, describe, fields_of, unwrap
+from sampling.checkpoints.pickles import StoredTensor, describe, fields_of
 from sampling.checkpoints.saves import file_state, read_complete
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 from sampling.checkpoints.untrusted_files import RejectedFileError, require
@@ -117,6 +117,9 @@ def read_gpt(file: BinaryIO, gelu: str, dtype: torch.dtype) -> tuple[Model, Trai
     """A model of nanoGPT's own GPT, whose model.py has this form of GELU."""
     tensor_file = read_tensor_file(file)
     tensors, args_key, args = find_entries(tensor_file)
+    missing = ", ".join(sorted(SIZES.difference(fields_of(args))))
+    require(not missing, f"its {args_key}, of the type {describe(args)}, lacks {missing}; "
+            "docs/usage.md says how to save it with its sizes")
     stored = share_head(tensors_by_name(tensors, tensor_file))
     try:
         model_args = gpt_args(args_key, args, gelu)
@@ -188,10 +191,6 @@ def find_entries(file: TensorFile) -> tuple[object, str, object]:
 def gpt_args(args_key: str, args: object, gelu: str) -> dict:
     """The fields of GPTConfig. Raises ValueError if a field may change what the model computes."""
     fields = fields_of(args)
-    # nanoGPT's first dicts lack fields with defaults. The tensors show all of these sizes but one.
-    needed = {"n_head"} if isinstance(unwrap(args), dict) else SIZES
-    missing = ", ".join(sorted(needed.difference(fields)))
-    require(not missing, f"its {args_key}, of the type {describe(args)}, lacks {missing}")
     known = {}
     foreign = []
     for name, value in fields.items():

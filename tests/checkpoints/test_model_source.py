@@ -211,7 +211,8 @@ def test_a_model_py_counts_up_from_out_dir_and_in_a_clone(fork, sample, run_scri
     ("train.py", "from model_silu import GPTConfig, GPT", "model_silu.py"),
     ("sample.py", "from model_silu import GPTConfig, Net as GPT", "model_silu.py"),
     ("sample.py", "from nets.silu import (\n    GPT,\n)", "nets/silu.py"),
-    ("sample.py", "import gpt_silu as model", "gpt_silu.py"),
+    ("sample.py", "import gpt_silu", "gpt_silu.py"),
+    ("train.py", "import silu as model", "silu.py"),
     ("train.py", "if True:\n    from silu import *", "silu/__init__.py"),
 ])
 def test_the_module_counts_from_which_a_script_imports_its_gpt(tmp_path, script, line, file):
@@ -222,6 +223,12 @@ def test_the_module_counts_from_which_a_script_imports_its_gpt(tmp_path, script,
     (tmp_path / script).write_text(f"import os\n{line}\n")
     named = path.parent if path.stem == "__init__" else path
     with pytest.raises(ValueError, match=f"^{named} is not nanoGPT's"):
+        find_source(tmp_path / "out/ckpt.pt")
+
+
+def test_a_train_py_may_have_the_gpt_itself(tmp_path):
+    path = edit(tmp_path, *OTHERS["SiLU"]).rename(tmp_path / "train.py")
+    with pytest.raises(ValueError, match=f"^{path} is not nanoGPT's"):
         find_source(tmp_path / "out/ckpt.pt")
 
 

@@ -406,19 +406,20 @@ REFUSED = [
     ({"model": {}, "config": DictConfig(**SHAPE)}, "OmegaConf.to_container(checkpoint['config'])"),
 ]
 REFUSED_MODELS = [ # model, model_args, a part of the line
-    ({"a": ONES.to(torch.int8)}, SIZES, "only dense floating point"),
-    ({"a": torch._neg_view(ONES)}, SIZES, "'a': a tensor whose metadata changes its values"),
-    ({"module.h.x": ONES, "h._orig_mod.x": ONES}, SIZES,
+    ({"a": ONES.to(torch.int8)}, {}, "only dense floating point"),
+    ({"a": torch._neg_view(ONES)}, {}, "'a': a tensor whose metadata changes its values"),
+    ({"module.h.x": ONES, "h._orig_mod.x": ONES}, {},
      "two of its tensors are called 'transformer.h.x'"),
-    (ONE, {}, "its model_args, of the type dict, lacks n_head"),
+    (ONE, {"n_embd": 4, "n_layer": 1},
+     "its model_args, of the type dict, lacks block_size, n_head, vocab_size; docs/usage.md says"),
     (ONE, print, "with fields, got __builtin__.print"),
-    (ONE, SIZES | {"rope": True, "norm": "rms", "gelu": "tanh"},
+    (ONE, {"rope": True, "norm": "rms", "gelu": "tanh"},
      "its model_args has fields that may make it another model than nanoGPT's: norm='rms', "
      "rope=True;"),
     (ONE, Namespace(n_layer=2, n_embd=4),
      "its model_args, of the type argparse.Namespace, lacks block_size, n_head, vocab_size"),
     (ONE, {"n_layer": [1, 2]}, "numbers and text, got n_layer: list"),
-    (ONE, {"n_head": 5}, "n_head must divide n_embd; got 5 and 768"),
+    (ONE, {"n_head": 5}, "n_head must divide n_embd; got 5 and 24"),
     (ONE, {"n_layer": True}, "n_layer must be a whole number, at least 0"),
     (ONE, {"dropout": math.nan}, "dropout must be a number between 0 and 1;"),
     (ONE, {"layer_norm_epsilon": True}, "layer_norm_epsilon must be a number between 0 and 1;"),
@@ -433,8 +434,8 @@ for field in [{"use_gelu": False}, {"act_fn": None}, {"is_causal": 0}, {"use_res
     text, = (f"{name}={value!r};" for name, value in field.items())
     REFUSED_MODELS.append((ONE, field, text))
 for model, args, message in REFUSED_MODELS:
-    if isinstance(args, dict) and args:
-        args = {"n_head": 12} | args
+    if isinstance(args, dict) and "lacks" not in message:
+        args = SIZES | args
     REFUSED.append(({"model": model, "model_args": args}, message))
 
 

@@ -58,7 +58,7 @@ ERRORS = {
     "--rate=1" + "0" * 400: "rate takes a number",
     "--count=3 --flag --rate=fast": "rate takes a number",
     '--ends=["A",': """ends: '["A",' is no list: write ["A", "B"], in a shell""",
-    "--ends=[\\n,A]": """for the text itself, '"[\\n,A]"'""", # a shell makes it of ["\n", "A"]
+    "--ends=[\\n,A]": r"""for the text itself, '"[\\n,A]"'""", # a shell makes it of ["\n", "A"]
     "missing.py": f"the settings file 'missing.py': No such file or directory; {ADVICE}",
     "folder": f"cannot read the settings file 'folder': Is a directory; {ADVICE}",
     "folder/ckpt.pt": ADVICE,
