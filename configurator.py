@@ -256,7 +256,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     override.
 
     The file can use the names in scope, and may define other names, as training files do. Logs a
-    warning for a name like a setting's.
+    warning for a name like a setting's, or if it sets nothing.
     """
     names = dict(scope)
     try:
@@ -281,7 +281,10 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     changes = {name: value for name, value in found.items()
                if (type(value), value) != (type(scope[name]), scope[name])}
     assigned = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
-    if not (changes or others or settings.keys() & assigned): # such as JSON, or a model.py
-        raise ValueError(f"{path} sets nothing; {ADVICE}")
+    if not (changes or others or settings.keys() & assigned):
+        has_class = any(isinstance(names[name], type) for name in names.keys() - scope.keys())
+        if has_class or not path.endswith(".py"): # a model.py, or JSON
+            raise ValueError(f"{path} sets nothing; {ADVICE}")
+        logger.warning(f"{path} sets nothing; {ADVICE}")
     return {name: coerce(f"{path}: {name}", value, settings[name].types, value)
             for name, value in changes.items()}

@@ -96,33 +96,35 @@ def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, argum
     assert replaced == {"count": 3}
 
 
+NOTHING = [f"a.py sets nothing; {ADVICE}"]
 CONUT = ["a.py sets conut, which is not a setting; did you mean count?"]
 
 
 @pytest.mark.parametrize("content, warnings", [
+    ("# count = 3\n", NOTHING),
+    ("count: 3\nrate: 0.5\n", NOTHING), # YAML
+    ("count == 3", NOTHING),
     ("count = 10", []),
     ("learning_rate = 3", []),
     ("exec('count = 3')", []),
     ("conut = 3\nfor c in range(3): pass\n", CONUT),
     ("t = 'a'", ["a.py sets t, which is not a setting; did you mean text?"]),
 ])
-def test_a_file_that_misspells_a_setting_gets_a_warning(script, messages, content, warnings):
+def test_a_file_that_sets_nothing_or_misspells_a_setting_gets_a_warning(
+        script, messages, content, warnings):
     write(a=content)
     script("a.py", aliases={"t": "text"})
     assert [line for line in messages if not line.startswith("settings: ")] == warnings
 
 
 def test_what_a_file_prints_goes_to_stderr(script, capsys):
-    write(a="print('hello')\ncount = 3\n")
+    write(a="print('hello')\n")
     script("a.py")
     assert capsys.readouterr() == ("", "hello\n")
 
 
 @pytest.mark.parametrize("name, content, reason", [
     ("a.json", b'{"count": 3}', "a.json sets nothing"),
-    ("a.py", b"# count = 3", "a.py sets nothing"),
-    ("a.py", b"count == 3", "a.py sets nothing"),
-    ("a.yaml", b"count: 3\nrate: 0.5", "a.yaml sets nothing"),
     ("model.py", b"import math\nclass GPT: pass", "model.py sets nothing"),
     ("a.toml", b"flag = false", "a.toml, line 1: NameError"),
     ("a.py", b"\xff\xfea\0", "a.py: SyntaxError"), # UTF-16
