@@ -137,7 +137,7 @@ BOMBS = { # the piece of pickle, a part of the error line
     "in-a-set": (b"\x8f(" + NESTED + b"\x90", NO_TENSORS),
     "long-number": (b"}" + value(2**65) + b"Ns", KEYS),
     "wide-key": (b"}(" + b"N" * 65 + b"tNs", KEYS),
-    "deep-lists": (b"]" * 200_000 + b"a" * 199_999, NO_TENSORS),
+    "deep-lists": (b"]" * 100_000 + b"a" * 99_999, NO_TENSORS),
     "deep-notes": (named("some thing") + b"q\1)R" + b"q\2h\1h\2\x85R" * 50_000, NO_TENSORS),
     "copies-of-a-dict": (
         copies("collections Counter", dict.fromkeys(NUMBERS), b"h\1\x85R"), NO_TENSORS),

@@ -258,7 +258,7 @@ def test_hugging_faces_cache_has_the_same_encoding_and_is_before_downloads(
     assert load_encoding("r50k_base").source == ours.source # another name of it
     assert messages == []
     assert ours.size == theirs.size
-    for i in range(50304):
+    for i in range(0, 50304, 7):
         assert ours.decode([i]) == theirs.decode([i])
     for text in random_texts("gpt2", 300):
         text += " \n\n a'll 123'S"

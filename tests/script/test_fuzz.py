@@ -8,18 +8,17 @@ from models import CHARS
 from sampling.inputs.char_tokenizer import CharTokenizer, read_meta
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
 
-pytestmark = pytest.mark.fuzz
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def fuzz(request):
     """The module fuzz. hypothesis, which it imports, takes two seconds."""
     from hypothesis import HealthCheck, settings
-    is_slow = request.config.getoption("--slow")
     num_new = request.config.getoption("--examples")
     settings.register_profile(
-        "ours", max_examples=num_new or (60 if is_slow else 20), derandomize=not num_new,
-        deadline=None, database=None, suppress_health_check=[*HealthCheck])
+        "ours", max_examples=num_new or 60, derandomize=not num_new, deadline=None, database=None,
+        suppress_health_check=[*HealthCheck])
     settings.load_profile("ours") # before the import
     import fuzz
     return fuzz
