@@ -281,10 +281,11 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     changes = {name: value for name, value in found.items()
                if (type(value), value) != (type(scope[name]), scope[name])}
     assigned = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
-    if not (changes or others or settings.keys() & assigned):
-        has_class = any(isinstance(names[name], type) for name in names.keys() - scope.keys())
-        if has_class or not path.endswith(".py"): # a model.py, or JSON
+    if not (changes or settings.keys() & assigned):
+        has_class = any(isinstance(node, ast.ClassDef) for node in tree.body) # as a model.py has
+        if has_class or not (others or path.endswith(".py")): # or JSON
             raise ValueError(f"{path} sets nothing; {ADVICE}")
-        logger.warning(f"{path} sets nothing; {ADVICE}")
+        if not others:
+            logger.warning(f"{path} sets nothing; {ADVICE}")
     return {name: coerce(f"{path}: {name}", value, settings[name].types, value)
             for name, value in changes.items()}

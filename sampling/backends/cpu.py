@@ -63,7 +63,7 @@ class Linear:
             return y.numpy()
         work = x.size * len(self.weight)
         return jit.launch(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu],
-                       residual)
+                          residual)
 
 
 class LayerNorm(NamedTuple):

@@ -242,6 +242,6 @@ def choose_ids(logits: Tensor, temperature: float, top_k: int | None,
     leads = torch.empty(len(logits), dtype=torch.float32)
     work = WORK_PER_LOGIT * logits.numel()
     k = top_k or logits.size(1)
-    jit.launch(choose, work, logits.contiguous().numpy(), np.float32(temperature), k, noise.numpy(),
-            ids[:, 0].numpy(), leads.numpy())
+    jit.launch(choose, work, logits.contiguous().numpy(), np.float32(temperature), k,
+               noise.numpy(), ids[:, 0].numpy(), leads.numpy())
     return ids, leads

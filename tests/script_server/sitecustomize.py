@@ -81,8 +81,6 @@ def become(streams, script, arguments, cwd, env):
             else:
                 runpy.run_path(script, run_name="__main__")
             status = 0
-        except SystemExit as end:
-            status = end.code
         except Exception:
             traceback.print_exc()
         finally:

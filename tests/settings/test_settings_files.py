@@ -125,7 +125,7 @@ def test_what_a_file_prints_goes_to_stderr(script, capsys):
 
 @pytest.mark.parametrize("name, content, reason", [
     ("a.json", b'{"count": 3}', "a.json sets nothing"),
-    ("model.py", b"import math\nclass GPT: pass", "model.py sets nothing"),
+    ("model.py", b"SIZE = 3\nclass GPT: pass", "model.py sets nothing"),
     ("a.toml", b"flag = false", "a.toml, line 1: NameError"),
     ("a.py", b"\xff\xfea\0", "a.py: (Syntax|Value)Error"), # UTF-16
     ("a.py", b"PK\3\4\0", "a.py: .*null bytes"), # a checkpoint
