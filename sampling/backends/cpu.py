@@ -21,7 +21,6 @@ from sampling.checkpoints.checkpoint import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
 
 logger = logging.getLogger(__name__)
-NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
 # With more rows, torch's products are as fast in float32, or faster. With still more, this pays for
 # rounding int8 weights back to float32.
@@ -33,10 +32,7 @@ MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
 
 
 class Linear:
-    """A Linear of the model, on its weight (O, I) in float32 or int8.
-
-    It also applies GELU, or adds a residual.
-    """
+    """A Linear of the model, on its weight (O, I) in float32 or int8. It also applies GELU."""
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor):
         if isinstance(weight, QuantizedWeight):
@@ -49,21 +45,17 @@ class Linear:
         self.bias = as_array(bias)
         self.kernel = kernels.LINEAR[self.weight.dtype.name]
 
-    def __call__(self, x: np.ndarray, gelu: str | None = None,
-                 residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:
-        """(R, I) -> (R, O). The residual has the shape of the result."""
+    def __call__(self, x: np.ndarray, gelu: str | None = None) -> np.ndarray:
+        """(R, I) -> (R, O)."""
         is_float32 = self.weight.dtype == np.float32
         if len(x) > (MAX_KERNEL_ROWS if is_float32 else MAX_INT8_KERNEL_ROWS):
             weight = self.weight if is_float32 else self.weight * self.scales[:, None]
             y = many_rows_linear(*map(torch.from_numpy, (x, weight, self.bias)))
             if gelu:
                 y = F.gelu(y, approximate=gelu)
-            if residual.size:
-                y += torch.from_numpy(residual)
             return y.numpy()
         work = x.size * len(self.weight)
-        return jit.launch(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu],
-                          residual)
+        return jit.launch(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu])
 
 
 class LayerNorm(NamedTuple):
@@ -150,8 +142,8 @@ class CPUBackend(Backend):
             qkv = c_attn(ln_1(x)) # (R, 3 * E)
             if num_last < T:
                 x = last_positions(x, B, num_last)
-            x = attn_c_proj(self.attention(qkv, past, start, B, num_last), residual=x)
-            x = mlp_c_proj(c_fc(ln_2(x), gelu=self.config.gelu), residual=x)
+            x = x + attn_c_proj(self.attention(qkv, past, start, B, num_last))
+            x = x + mlp_c_proj(c_fc(ln_2(x), gelu=self.config.gelu))
         if cache is not None:
             cache.seq_len += T
         if not self.blocks:
@@ -207,5 +199,5 @@ def example_calls(dtype: str) -> dict[jit.Kernel, tuple]:
     return {
         kernels.layer_norm: (x, x[0], x[0], 1e-5),
         kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
-        kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL),
+        kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0),
     }

@@ -74,23 +74,17 @@ def gelu_of(x: np.float32, form: tuple[float, ...]) -> np.float32:
 
 
 @inner
-def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int,
-             residual: Array) -> None:
-    """Apply to the sums y[:, first:last]: scales, bias, GELU (0 none, 1 exact, 2 tanh), and the
-    residual if any.
-    """
+def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int) -> None:
+    """Apply to the sums y[:, first:last]: scales, bias, GELU (0 none, 1 exact, 2 tanh)."""
     scales = scales[first:last]
     bias = bias[first:last]
     form = EXACT if gelu == 1 else TANH
     for r in range(len(y)):
         yr = y[r, first:last]
-        residual_r = residual[min(r, len(residual) - 1), first:last] # empty if there is none
         for o in range(len(yr)):
             result = yr[o] * scales[o] + bias[o]
             if gelu:
                 result = gelu_of(result, form)
-            if len(residual_r):
-                result += residual_r[o]
             yr[o] = result
 
 
@@ -188,12 +182,8 @@ def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: 
         one_row(x[r], weight, y[r], first, last, quarter)
 
 
-def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int,
-           residual: Array) -> Array:
-    """x (R, I) @ weight (O, I).T, and the epilogue -> (R, O).
-
-    scales, bias: (O,). residual: (R, O) or (1, 0).
-    """
+def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int) -> Array:
+    """x (R, I) @ weight (O, I).T, and the epilogue with scales (O,) and bias (O,) -> (R, O)."""
     y = np.empty((len(x), len(weight)), np.float32)
     quarter = len(weight) // 4
     for block in prange((quarter + BLOCK - 1) // BLOCK):
@@ -201,11 +191,11 @@ def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int,
         last = min(first + BLOCK, quarter)
         all_rows(x, weight, y, first, last, quarter)
         for start in range(0, 4 * quarter, quarter):
-            epilogue(y, start + first, start + last, scales, bias, gelu, residual)
+            epilogue(y, start + first, start + last, scales, bias, gelu)
     rest = 4 * quarter
     for r in range(len(x)): # up to three outputs are left
         one_row(x[r], weight, y[r], rest, len(weight), 0)
-    epilogue(y, rest, len(weight), scales, bias, gelu, residual)
+    epilogue(y, rest, len(weight), scales, bias, gelu)
     return y
 
 

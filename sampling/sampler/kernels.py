@@ -14,7 +14,6 @@ from sampling.sampler.row_streams import RowStreams, RunStream
 
 Array = np.ndarray
 inner = njit(**jit.OPTIONS) # without fastmath: the numbers are torch's to the last bit
-NUM_COLUMNS = 1024 # in find_candidates, which takes the largest logit of each column
 WORK_PER_LOGIT = 8 # multiply-adds that take as long
 MINUS_INFINITY = np.float32(-np.inf)
 
@@ -88,77 +87,42 @@ def draw_noise(words: Array, places: Array, is_drawn: Array, numbers: Array) -> 
 
 @inner
 def kth_largest(values: Array, k: int) -> np.float32:
-    """The k-th largest value (quickselect, Hoare, 1961). Reorders the values.
+    """The k-th largest value.
 
     np.partition would take numba four seconds to compile.
     """
-    place = len(values) - k # of the result, in ascending order
-    first = 0
-    last = len(values) - 1
-    while first < last:
-        pivot = values[(first + last) // 2]
-        i = first
-        j = last
-        while i <= j:
-            while values[i] < pivot:
-                i += 1
-            while values[j] > pivot:
-                j -= 1
-            if i <= j:
-                values[i], values[j] = values[j], values[i]
-                i += 1
-                j -= 1
-        if place <= j:
-            last = j
-        elif place >= i:
-            first = i
-        else:
-            break
-    return values[place]
+    # A heap of the k largest so far: the one at i is at most those at 2 * i + 1 and 2 * i + 2.
+    heap = np.empty(k, np.float32)
+    for i in range(k):
+        heap[i] = MINUS_INFINITY
+    for value in values:
+        if value <= heap[0]:
+            continue
+        place = 0
+        child = 1
+        while child < k:
+            if child + 1 < k and heap[child + 1] < heap[child]:
+                child += 1
+            if heap[child] >= value:
+                break
+            heap[place] = heap[child]
+            place = child
+            child = 2 * place + 1
+        heap[place] = value
+    return heap[0]
 
 
 @inner
 def find_candidates(logits: Array, k: int) -> Array:
     """The ids of the k largest logits (V,), and of all that equal the k-th, in order."""
-    # 1) A bound that the k-th largest logit reaches. Each column has its own largest logit, and the
-    # k largest of these are k logits, so the k-th largest of all is not below the last of them.
-    bound = MINUS_INFINITY
-    if k < NUM_COLUMNS < len(logits):
-        tops = np.empty(NUM_COLUMNS, np.float32)
-        for i in range(NUM_COLUMNS):
-            tops[i] = bound
-        for start in range(0, len(logits), NUM_COLUMNS):
-            row = logits[start:start + NUM_COLUMNS]
-            for i in range(len(row)):
-                tops[i] = row[i] if row[i] > tops[i] else tops[i] # max() would not be vectorised
-        bound = kth_largest(tops, k)
-    # 2) The ids of all logits that reach the bound.
+    bound = kth_largest(logits, k) if k < len(logits) else MINUS_INFINITY
     ids = np.empty(len(logits), np.int32)
     num_found = 0
-    for start in range(0, len(logits), 64):
-        part = logits[start:start + 64]
-        num_hits = 0
-        for i in range(len(part)): # vectorised: most parts have no hit
-            num_hits += np.int32(part[i] >= bound)
-        if num_hits == 0:
-            continue
-        for i in range(len(part)):
-            if part[i] >= bound:
-                ids[num_found] = start + i
-                num_found += 1
-    if num_found <= k:
-        return ids[:num_found]
-    # 3) Of these, the k largest, with all ties.
-    found = np.empty(num_found, np.float32)
-    for i in range(num_found):
-        found[i] = logits[ids[i]]
-    bound = kth_largest(found, k)
-    num_kept = 0
-    for i in range(num_found):
-        if logits[ids[i]] >= bound:
-            ids[num_kept] = ids[i]
-            num_kept += 1
-    return ids[:num_kept]
+    for i in range(len(logits)):
+        if logits[i] >= bound:
+            ids[num_found] = i
+            num_found += 1
+    return ids[:num_found]
 
 
 @inner
