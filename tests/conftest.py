@@ -1,4 +1,7 @@
-"""Fixtures that all tests share, and the option --slow. The tests need Linux."""
+"""Fixtures that all tests share, and the option --slow. The tests need Linux.
+
+With pytest -n, the process that hands out the tests imports no torch, which takes seconds.
+"""
 import fcntl
 import logging
 import os
@@ -10,15 +13,11 @@ import pytest
 # The second keeps tests from downloading anything.
 os.environ.update(GOMP_SPINCOUNT="10000", HF_HUB_OFFLINE="1")
 import huggingface_hub.constants  # noqa: F401
-import torch
 
 from project import PROJECT, save_gpt2_encoding
 from script_process import run_here
 
 del os.environ["HF_HUB_OFFLINE"]
-ALL_THREADS = torch.get_num_threads()
-# For the tests' small models, more threads cost three times the processor time.
-torch.set_num_threads(1)
 pytest.register_assert_rewrite("attacks", "fuzz", "terminal") # helpers that use assert
 # A shell's background jobs ignore SIGINT, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,8 +40,20 @@ def pytest_make_parametrize_id(val):
     """The name of a case has the start of its values, of all types whose text is the same in each
     process.
     """
-    if isinstance(val, str | bytes | list | tuple | dict | Exception | torch.dtype):
+    is_dtype = type(val).__name__ == "dtype"
+    if is_dtype or isinstance(val, str | bytes | list | tuple | dict | Exception):
         return ascii(val).strip("\"'")[:60]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def num_threads():
+    """How many threads torch has: now one. For the tests' small models, more cost three times the
+    processor time.
+    """
+    import torch
+    most = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return most
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,9 +82,10 @@ def recordings(monkeypatch):
 
 
 @pytest.fixture
-def all_threads():
+def all_threads(num_threads):
     """Compute with as many threads as sample.py does, for loops that use several of them."""
-    torch.set_num_threads(ALL_THREADS)
+    import torch
+    torch.set_num_threads(num_threads)
     yield
     torch.set_num_threads(1)
 
@@ -141,6 +153,7 @@ def process_settings():
     On a GPU, it changes torch's settings: with TF32, later tests had other logits. With compile, it
     changes how later Pythons find modules.
     """
+    import torch
     precision = torch.get_float32_matmul_precision()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     yield

@@ -92,6 +92,7 @@ def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_o
             end = now + 12
     clock = SimpleNamespace(sleep=sleep, time=lambda: now, monotonic=lambda: now)
     monkeypatch.setattr(saves, "time", clock)
+    monkeypatch.setattr(saves, "POLL", 0.1) # fewer attempts
     sleep(0)
     done = run_script(*WATCH, cwd=tmp_path)
     waiting = "waiting for the next save of out/ckpt.pt\n"

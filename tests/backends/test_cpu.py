@@ -60,18 +60,16 @@ def one_set_of_types():
         assert len(kernel.signatures) <= 1
 
 
-@pytest.fixture(params=[False, True], ids=["usual", "oneDNN"])
-def many_rows(request, monkeypatch):
-    """Both libraries for products of many rows, whatever the processor is."""
-    if request.param and not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(backends, "uses_onednn", request.param)
+@pytest.mark.usefixtures("all_threads")
+@pytest.mark.parametrize("shape, has_onednn", [
+    *((shape, False) for shape in SHAPES),
+    pytest.param("odd widths", True, marks=pytest.mark.skipif(
+        not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")),
+])
+def test_prompts_steps_and_windows_have_the_logits_of_the_model(
+        shape, has_onednn, int8, monkeypatch):
+    monkeypatch.setattr(backends, "uses_onednn", has_onednn) # whatever the processor is
     monkeypatch.setattr(backends, "MIN_ONEDNN_WORK", 0)
-
-
-@pytest.mark.usefixtures("all_threads", "many_rows")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
     model = make_gpt(**SHAPES[shape])
     backend = make_backend(model, int8)
     for num_rows in 1, 2, 6, 12, 33: # with 33, torch multiplies

@@ -50,6 +50,8 @@ SHIFT = dict(context_shift=True, top_k=20)
     *((16, settings) for settings in SETTINGS), (16, SHIFT), (7, SHIFT), (1, SHIFT)])
 def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(
         make_backend, block_size, settings):
+    if make_backend is BACKENDS["recorded graphs"] and settings not in (SETTINGS[0], SHIFT):
+        pytest.skip("the sampler is that of the backend without graphs")
     for name, prompts in WINDOWS.items():
         backend = make_backend(make_gpt(block_size=block_size))
         found = decode(backend, prompts, 20, **settings)

@@ -1,4 +1,6 @@
 """Scores are the losses of the plain model, whatever the backend, the windows and the batch."""
+from functools import cache
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -35,12 +37,14 @@ def plain_logprobs(model, ids):
     return model(idx, targets=idx)[0][0].log_softmax(dim=-1)
 
 
-def plain_score(model, ids):
-    """Each token after the tokens before it in the first of its windows.
+@cache # for all backends
+def plain_score(size, text):
+    """Each token after the tokens before it in the first of its windows, which have this size.
 
     The windows advance by half of their size.
     """
-    size = model.config.block_size
+    model = make_gpt(block_size=size)
+    ids = TOKENIZER.encode(text)
     half = max(1, size // 2)
     total = 0.0
     for i in range(1, len(ids)):
@@ -54,8 +58,7 @@ def test_a_score_is_that_of_the_plain_model(make_backend, block_size):
     gpt = make_generator(make_backend(make_gpt(block_size=block_size)))
     # Inside the window, at its end, and past it.
     for text in "The ", BOOK[:16], BOOK[:17], BOOK[:18], BOOK[:25], BOOK:
-        expected = plain_score(make_gpt(block_size=block_size), TOKENIZER.encode(text))
-        assert score(gpt, text) == pytest.approx(expected, rel=1e-4)
+        assert score(gpt, text) == pytest.approx(plain_score(block_size, text), rel=1e-4)
 
 
 def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
@@ -73,17 +76,14 @@ def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
     assert text_of(cut) == f"{text[:-1]}\N{REPLACEMENT CHARACTER}"
 
 
-@pytest.mark.parametrize("text, num_first", [
-    ("Hello you", 5),
-    ("日本語のテキスト", 2),
-    ("\ufeffMy lord", 1),
-])
+@pytest.mark.parametrize("has_file", [False, True])
 def test_a_score_counts_the_bytes_of_the_scored_tokens(
-        gpt2_folder, gpt2_encoding, tiktoken_cache, tmp_path, text, num_first):
-    """num_first: of the first token, which is not scored. It may end inside a character."""
+        gpt2_folder, gpt2_encoding, tiktoken_cache, tmp_path, has_file):
+    """Not those of the first token, which may end inside a character."""
     (tmp_path / "tokenizer.json").write_text(gpt2_tokenizer_json(tiktoken_cache))
-    for tokenizer in None, tmp_path:
-        gpt = sampling.load(gpt2_folder, device="cpu", tokenizer=tokenizer)
+    tokenizer = tmp_path if has_file else None
+    gpt = sampling.load(gpt2_folder, device="cpu", tokenizer=tokenizer)
+    for text, num_first in ("Hello you", 5), ("日本語のテキスト", 2), ("\ufeffMy lord", 1):
         assert gpt.score(text).num_bytes == len(text.encode()) - num_first
 
 

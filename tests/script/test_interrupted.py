@@ -22,7 +22,7 @@ from terminal import Terminal
 
 # Without stop texts: on a busy machine, rows that end early leave their batch earlier, and another
 # batch rounds otherwise.
-RUN = ("--start=LINES:prompts.txt", "--num_samples=12", "--max_new_tokens=25", "--batch_size=8",
+RUN = ("--start=LINES:prompts.txt", "--num_samples=6", "--max_new_tokens=25", "--batch_size=4",
        "--device=cpu", "--out_file=a.jsonl", "--logprobs=5")
 END = f"\n{RULE}\n".encode()
 slow = pytest.mark.slow
