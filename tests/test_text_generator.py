@@ -126,7 +126,7 @@ def sample(num_samples=1):
     return gpt.generate("ROMEO:", max_new_tokens=30, num_samples=num_samples)[0].text
 found = []
 expected = sample()
-assert {*ThreadPoolExecutor(3).map(sample, range(1, 7))} == {expected}
+assert {*ThreadPoolExecutor(3).map(sample, range(1, 4))} == {expected}
 assert numba.threading_layer() == "workqueue"
 signal.signal(signal.SIGALRM, lambda *_: found.append(sample()))
 for i in range(5):
