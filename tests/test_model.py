@@ -7,18 +7,20 @@ import torch
 from models import SHAPE, make_gpt, random_prompt
 from oracles import nanogpt_generate
 from project import PROJECT
-from script_process import run_python
+from script_process import run_forked
 
 
 def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     shutil.copy(PROJECT / "model.py", tmp_path)
     code = """
-import torch
+import sys, torch
+sys.path.insert(0, "")
+sys.modules["sampling"] = None # an import of it fails
 from model import *
 gpt = GPT(GPTConfig(block_size=4, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
 print(gpt.generate(torch.tensor([[1, 2]]), 5, 0.8, 3).shape)
 """
-    done = run_python("-c", code, cwd=tmp_path)
+    done = run_forked(code, script="-c", cwd=tmp_path)
     assert done.stdout == "torch.Size([1, 7])\n"
     assert done.stderr == ""
 

@@ -29,7 +29,9 @@ from sampling.backends import backend
 OWN = "--model_file=model.py"
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *EQUAL, "other definitions, and comments"])
+@pytest.mark.parametrize("name", [
+    "RoPE", "rows that see each other", "a mask", "LoRA merged in eval", "a counter of calls",
+    *EQUAL, "other definitions, and comments"])
 def test_model_file_gives_the_text_of_nanogpts_loop_over_that_file(fork, sample, name):
     path = fork(*FORKS[name])
     done = sample(OWN)

@@ -22,24 +22,25 @@ def make_drafting(noise):
     return make_generator(NotingBackend(make_gpt(block_size=32)), NotingBackend(draft))
 
 
-@pytest.mark.parametrize("settings", [
-    dict(temperature=1.5, top_k=None),
-    dict(top_k=1),
-    dict(temperature=0, repetition_penalty=3.0),
-    dict(top_p=0.8),
-    dict(stop=["dOZ", "never"]),
-    dict(num_logprobs=3),
-    dict(max_new_tokens=1),
-    dict(max_new_tokens=40),
-    dict(max_new_tokens=60, context_shift=True), # block_size is 32
+@pytest.mark.parametrize("noises, settings", [
+    ([*NOISE], dict(max_new_tokens=40)), # block_size is 32
+    *((["imperfect"], settings) for settings in [
+        dict(temperature=1.5, top_k=None),
+        dict(top_k=1),
+        dict(temperature=0, repetition_penalty=3.0),
+        dict(top_p=0.8),
+        dict(stop=["dOZ", "never"]),
+        dict(num_logprobs=3),
+        dict(max_new_tokens=1),
+        dict(max_new_tokens=60, context_shift=True),
+    ]),
 ])
-def test_text_is_that_of_a_run_without_a_draft(settings):
+def test_text_is_that_of_a_run_without_a_draft(noises, settings):
     params = replace(PARAMS, **settings)
     plain = make_generator(EagerBackend(make_gpt(block_size=32)))
-    samples = {text: run(plain, make_samples([text]), params)[0] for text in ("The ", "O")}
-    for noise, text in zip(NOISE, 2 * [*samples], strict=True):
-        expected = samples[text]
-        sample, = run(make_drafting(noise), make_samples([text]), params)
+    expected, = run(plain, make_samples(["The "]), params)
+    for noise in noises:
+        sample, = run(make_drafting(noise), make_samples(["The "]), params)
         assert sample.text == expected.text, noise
         assert sample.finish_reason == expected.finish_reason
         assert logprobs(sample) == pytest.approx(logprobs(expected), abs=1e-4)
