@@ -27,7 +27,7 @@ if not __name__.endswith("configurator"):
     sys.exit("error: this configurator.py is not nanoGPT's: git checkout configurator.py model.py "
              "restores its files")
 from sampling.user_code import import_from, running
-from sampling.values import as_list, plain, suggest
+from sampling.values import as_list, as_plain, suggest
 
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {
@@ -217,7 +217,7 @@ def parse(name: str, text: str, types: list[str]) -> Any:
             quoted = shlex.quote(json.dumps(text, ensure_ascii=False))
             raise ValueError(f"{name}: {text!r:.100} is no list: write [\"A\", \"B\"], in a shell "
                              f"'[\"A\", \"B\"]'; for the text itself, {quoted}") from None
-    value = plain(value)
+    value = as_plain(value)
     if "str" in types and type(value).__name__ not in types:
         return text
     return coerce(name, value, types, text)
@@ -267,7 +267,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
                 names["torch"] = importlib.import_module("torch")
             code = compile(tree, path, "exec")
             exec(code, names)
-            found = plain({name: names[name] for name in settings if name in names})
+            found = as_plain({name: names[name] for name in settings if name in names})
     except ValueError as e:
         raise ValueError(f"{e}; {ADVICE}") from None
     others = {name for name in names.keys() - scope.keys()

@@ -82,7 +82,7 @@ class Announcement(event.Listener):
         """Nothing is said when they are compiled."""
 
 
-def load(calls: dict[Kernel, tuple], meanwhile: str = "") -> None:
+def load_kernels(calls: dict[Kernel, tuple], meanwhile: str = "") -> None:
     """Load kernels from numba's cache, or compile and save them, for the types of these arguments,
     with which they are called.
 

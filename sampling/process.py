@@ -32,14 +32,10 @@ def system_interrupts() -> Iterator[None]:
     system ignores these signals.
     """
     ours = {} # the other handlers are the system's
-    if owns_process and os.getpid() != 1:
-        for number in END_SIGNALS:
-            handler = signal.getsignal(number)
-            if callable(handler):
-                ours[number] = handler
     try:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+        for number in END_SIGNALS if owns_process and os.getpid() != 1 else ():
+            if callable(signal.getsignal(number)):
+                ours[number] = signal.signal(number, signal.SIG_DFL)
         yield
     finally:
         for number, handler in ours.items():

@@ -10,7 +10,7 @@ from operator import and_
 from typing import Any, NamedTuple
 
 from sampling.torchrun import world_size
-from sampling.values import as_list, plain
+from sampling.values import as_list, as_plain
 
 logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
@@ -224,7 +224,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # The instance is frozen: only vars() can change it.
-        vars(self).update(plain(vars(self)))
+        vars(self).update(as_plain(vars(self)))
         check_values(vars(self))
         vars(self)["seed"] = choose_seed(self.seed)
 
@@ -243,7 +243,7 @@ def expand_home(path: Any) -> Any:
     """A path as text, with the home folder for a leading ~, unless a file is called so; other
     values as they are. In --out_dir=~/x, no shell does it.
     """
-    path = plain(path)
+    path = as_plain(path)
     if not isinstance(path, str) or os.path.lexists(path):
         return path
     return os.path.expanduser(path)
@@ -293,4 +293,4 @@ class ModelOptions:
     draft: bool = True
 
     def __post_init__(self) -> None:
-        vars(self).update(plain(vars(self)))
+        vars(self).update(as_plain(vars(self)))

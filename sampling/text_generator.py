@@ -24,7 +24,7 @@ from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.process import check_fork, system_interrupts
 from sampling.samples import Prompt, Sample, Score, Updates
 from sampling.settings import ALIASES, ModelOptions, SamplingParams, ScoringParams, check_values
-from sampling.values import plain, suggest
+from sampling.values import as_plain, suggest
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class TextGenerator:
         batch_size=None: the backend decides. settings: fields of SamplingParams, in place of those
         of params.
         """
-        check_values(plain({"num_samples": num_samples, "batch_size": batch_size}))
+        check_values(as_plain({"num_samples": num_samples, "batch_size": batch_size}))
         samples = list(make_samples(self.prompts_of(prompts), self.tokenizer, num_samples))
         for _ in self.run(samples, with_settings(params, settings), batch_size):
             pass
@@ -86,7 +86,7 @@ class TextGenerator:
         """How likely the model finds each token of a text, and num_logprobs of the most likely
         tokens in its place. For several texts, a list of their scores.
         """
-        check_values(plain({"num_logprobs": num_logprobs}))
+        check_values(as_plain({"num_logprobs": num_logprobs}))
         scores = list(make_samples(self.prompts_of(text), self.tokenizer, is_score=True))
         for _ in self.run(scores, ScoringParams(num_logprobs or 0)):
             pass
@@ -98,7 +98,7 @@ class TextGenerator:
         texts = [prompts] if is_one else list(prompts)
         located = []
         for i, text in enumerate(texts):
-            prompt = Prompt(plain(text), location=f"prompts[{i}]" if len(texts) > 1 else "")
+            prompt = Prompt(as_plain(text), location=f"prompts[{i}]" if len(texts) > 1 else "")
             if not isinstance(text, str):
                 raise TypeError(prompt.located(f"a prompt must be a str; got {text!r:.100}"))
             if not text:

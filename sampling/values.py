@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 
-def plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """A number of numpy or torch as Python's own, a path as text, a tuple as a list, a dict of such
     values; other values as they are.
 
@@ -17,9 +17,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [as_plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: as_plain(item) for key, item in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value
@@ -36,13 +36,10 @@ def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {
     """'; did you mean x?', for an alias, or a setting that begins with name (if prefixes) or is
     similar to it; '' if there is none.
     """
-    found = []
-    if name in aliases:
-        found = [aliases[name]]
-    elif prefixes and len(name) > 2:
-        found = [setting for setting in settings if setting.startswith(name)]
-    if not found:
-        found = get_close_matches(name.lower(), settings, 1, 0.75)
+    found = [aliases[name]] if name in aliases else []
+    if prefixes and len(name) > 2:
+        found += [setting for setting in settings if setting.startswith(name)]
+    found += get_close_matches(name.lower(), settings, 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 

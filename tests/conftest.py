@@ -71,7 +71,7 @@ def compiled_kernels(worker_id, tmp_path_factory):
     for name, calls in parts:
         with open(tmp_path_factory.getbasetemp().parent / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            jit.load(calls)
+            jit.load_kernels(calls)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 MIN_KERNEL_STEPS = 50 # loading the kernels takes as long as some steps
 LOAD_SAMPLER = ("from sampling import jit; from sampling.sampler import kernels; "
-                "jit.load(kernels.example_calls())")
+                "jit.load_kernels(kernels.example_calls())")
 
 
 def choose_device(name: str) -> torch.device:
@@ -161,9 +161,9 @@ def warm_up(backend: Backend) -> None:
     sampler_calls = kernels.example_calls()
     has_two_cores = process.owns_process and torch.get_num_threads() > 1
     if has_two_cores and not jit.why_unsaved(sampler_calls):
-        jit.load(calls, meanwhile=LOAD_SAMPLER)
+        jit.load_kernels(calls, meanwhile=LOAD_SAMPLER)
         calls = {}
-    jit.load(calls | sampler_calls)
+    jit.load_kernels(calls | sampler_calls)
 
 
 def is_short_run(settings: Settings) -> bool:

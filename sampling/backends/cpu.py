@@ -120,7 +120,7 @@ class CPUBackend(Backend):
                 # It may have changed: numba reads a .numba_config.yaml in the working directory.
                 if has_numba(is_required=False):
                     self.draft = CPUBackend(self.config, self.weights, int8=True)
-                    jit.load(example_calls("int8"))
+                    jit.load_kernels(example_calls("int8"))
                     logger.info("draft: a copy of the model in int8")
         return self.draft
 

@@ -223,14 +223,14 @@ def advice(path: Path) -> str:
     # The folder of a file counts only as a whole Hugging Face model. Its files come next.
     itself = [place] if place == path or has_weights(place) else []
     if reason := missing_weights(place):
-        return found(place, itself) or reason
+        return name_models(place, itself) or reason
     here = [path, *sorted(place.glob("*"))]
     deeper = [*sorted(place.glob("*/*")), *place.glob("*/snapshots/*")]
     near = [place.parent, *place.parent.glob("*"), *Path().glob("*")]
     beside = [folder for folder in near if os.path.isdir(folder)]
     # From near to far. Where like is no folder, similar names come first.
     for like, places in (place, itself), (path, here), (place, deeper), (place, beside):
-        answer = found(like, places) or describe_other(places)
+        answer = name_models(like, places) or describe_other(places)
         if answer:
             return answer
     # What is called gpt2 here would be taken for the model.
@@ -238,7 +238,7 @@ def advice(path: Path) -> str:
     return f"pass out_dir=FOLDER_OR_FILE; for GPT-2, pass init_from={gpt2}"
 
 
-def found(like: Path, places: Iterable[Path]) -> str:
+def name_models(like: Path, places: Iterable[Path]) -> str:
     """Which places hold a model, and the setting of the first one; '' if none.
 
     The newest comes first, or before it, what is called like a path that is no folder.

@@ -45,11 +45,9 @@ KNOWN = {
     "new_gelu": "0476ae3e", # the tanh form, which nanoGPT had until June 2023
     "F": "torch.nn.functional", "dataclass": "dataclasses.dataclass", "math": "math",
     "nn": "torch.nn", "torch": "torch",
-    "List": "typing.List", "Literal": "typing.Literal", "Optional": "typing.Optional",
-    "Tuple": "typing.Tuple", "Union": "typing.Union",
 }
 # The names that a subscript may follow.
-GENERIC = {"dict", "list", "set", "tuple", "type", "List", "Literal", "Optional", "Tuple", "Union"}
+GENERIC = {"dict", "list", "set", "tuple", "type"}
 LOOPS = {"3ad788ef", "257eec9c"} # of GPT.generate, which is never called
 # Attention as it was for some weeks until April 2023.
 DROPS_WHILE_SAMPLING = "df9218ca"
@@ -121,11 +119,8 @@ def compare(path: Path, body: list[ast.stmt]) -> ModelSource:
     bound: dict[str, Any] = {} # name -> the dotted name of an import, or the statement
     differences = []
     for node in body:
-        bindings = list(bindings_of(node))
-        if not bindings and not does_nothing(node):
-            differences.append(f"line {node.lineno}")
-        for name, value in bindings:
-            if bound.setdefault(name, value) != value:
+        for name, value in bindings_of(node):
+            if value is None or bound.setdefault(name, value) != value:
                 differences.append(name)
             elif isinstance(value, str):
                 is_allowed = is_free(name) or KNOWN.get(name) == value
@@ -146,8 +141,12 @@ def compare(path: Path, body: list[ast.stmt]) -> ModelSource:
 
 
 def bindings_of(node: ast.stmt) -> Iterator[tuple[str, Any]]:
-    """The names that a statement binds, and to what; none, if no file may have such a statement."""
+    """The names that a statement binds, and to what; its line and None, if no file may have it."""
     match node:
+        case ast.Expr(ast.Constant()): # such as a docstring
+            return
+        case ast.If(orelse=[]) if ast.unparse(node.test) == "__name__ == '__main__'":
+            return
         case ast.Import() | ast.ImportFrom():
             origin = ""
             if isinstance(node, ast.ImportFrom):
@@ -160,36 +159,26 @@ def bindings_of(node: ast.stmt) -> Iterator[tuple[str, Any]]:
             yield name, node
         case ast.Assign([ast.Name(name)]) | ast.AnnAssign(ast.Name(name)):
             yield name, node
-
-
-def does_nothing(node: Any) -> bool:
-    """Whether this is a statement that does nothing when the file is imported."""
-    is_script = isinstance(node, ast.If) and not node.orelse # in a function, it could hide a yield
-    return is_constant(node) or (is_script and ast.unparse(node.test) == "__name__ == '__main__'")
-
-
-def is_constant(node: Any) -> bool:
-    """Whether this is a statement of a constant alone, such as a docstring."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        case _:
+            yield f"line {node.lineno}", None
 
 
 def edited_units(name: str, node: ast.stmt) -> Iterator[str]:
     """The units that are not nanoGPT's in the statement that binds the name of one."""
     rest = copy(node)
     rest.body = []
-    seen = set()
+    parts = [(name, rest)]
     for part in getattr(node, "body", []):
         if name == "GPT" and isinstance(part, ast.FunctionDef):
             unit = f"GPT.{part.name}"
             is_idle = unit not in KNOWN and part.name not in USED
-            is_allowed = is_idle and is_inert(part, {}, DECORATORS)
-            if unit in seen or not (is_allowed or is_known(unit, part)):
-                yield unit
-            seen.add(unit)
+            if not (is_idle and is_inert(part, {}, DECORATORS)):
+                parts.append((unit, part))
         elif not (name == "GPTConfig" and FIELD.fullmatch(ast.unparse(part))):
             rest.body.append(part)
-    if not is_known(name, rest):
-        yield name
+    for unit, part in parts:
+        if digest(part) not in KNOWN.get(unit, "").split():
+            yield unit
 
 
 def is_free(name: str) -> bool:
@@ -227,10 +216,6 @@ def is_inert(node: ast.AST, bound: dict[str, Any], decorators: Set[str] = frozen
 
 # ---- what it is compared with
 
-def is_known(unit: str, node: ast.AST) -> bool:
-    return digest(node) in KNOWN.get(unit, "").split()
-
-
 def digest(part: Any) -> str:
     return hashlib.sha256(canonical(part).encode()).hexdigest()[:8]
 
@@ -239,10 +224,13 @@ def canonical(part: Any) -> str:
     """A part of a tree as text, without docstrings and inert annotations: unlike that of ast.dump,
     the same in all versions of Python.
     """
-    if isinstance(part, list):
-        return f"[{' '.join(canonical(item) for item in part if not is_constant(item))}]"
-    if isinstance(part, ast.AnnAssign):
-        part = ast.Assign([part.target], part.value)
+    match part:
+        case list():
+            return f"[{' '.join(filter(None, map(canonical, part)))}]"
+        case ast.Expr(ast.Constant()):
+            return ""
+        case ast.AnnAssign():
+            part = ast.Assign([part.target], part.value)
     if not isinstance(part, ast.AST):
         return repr(part)
     text = type(part).__name__

@@ -206,7 +206,7 @@ def is_compiled(tmp_path, monkeypatch, messages):
         kernel = jit.parallel(double)
         x = np.ones(5)
         for _ in range(2): # the second call says nothing
-            jit.load({kernel: (x,)})
+            jit.load_kernels({kernel: (x,)})
         assert (x == 2).all()
         return [line[:17] for line in messages[:1]] == ["compiling kernels"]
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
@@ -241,7 +241,7 @@ def test_a_second_python_loads_other_kernels_while_the_first_one_compiles(tmp_pa
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     statement = f"import project; project.Path({str(tmp_path)!r}, 'ran').touch(exist_ok=False)"
     for _ in range(2): # the second time, nothing is compiled, and it would fail
-        jit.load({jit.parallel(double): (np.ones(5),)}, meanwhile=statement)
+        jit.load_kernels({jit.parallel(double): (np.ones(5),)}, meanwhile=statement)
         assert (tmp_path / "ran").exists()
 
 

@@ -151,7 +151,7 @@ def test_rows_draw_what_consecutive_samples_draw(vocab_size, device, from_bits, 
 @pytest.mark.parametrize("with_ties", [False, True])
 def test_a_kernel_chooses_the_token_of_torch_multinomial(top_k, vocab_size, with_ties):
     """How far a token is ahead is the same as without the kernel."""
-    jit.load(kernels.example_calls())
+    jit.load_kernels(kernels.example_calls())
     logits = 3 * normal(20, vocab_size) - 100 # as high as those of GPT-2
     if with_ties:
         logits = logits.round()
@@ -180,7 +180,7 @@ def test_kernels_draw_for_rows_that_start_late_and_rows_that_stay(num_init_draws
     for row_type in RowStreams, KernelStreams:
         run = RunStream(5, "cpu", num_init_draws, 4, vocab_size=1001, row_type=row_type)
         streams.append(run.for_rows([2, 0, 1], [0, 3, 1]))
-    jit.load(kernels.example_calls())
+    jit.load_kernels(kernels.example_calls())
     for rows in [0, 1, 2], [0, 1, 2], [1, 2], [0, 1], [1]:
         for stream in streams:
             stream.select_rows(rows)

@@ -54,7 +54,7 @@ def test_samples_with_default_settings_equal_nanogpts(run_script, tmp_path):
 def test_what_is_wrong_is_said_before_kernels_are_compiled(run_script, folder, monkeypatch):
     run = ("--device=cpu", "--max_new_tokens=60", "--num_samples=1", "--out_file=a.jsonl")
     run_script(*run, cwd=folder)
-    monkeypatch.setattr(jit, "load", lambda calls: pytest.fail("they are compiled"))
+    monkeypatch.setattr(jit, "load_kernels", lambda calls: pytest.fail("they are compiled"))
     assert ": nothing to do" in run_script(*run, cwd=folder).stderr
     for mistake, message in ("--start=\xe9", "lacks"), ("--seed=2", "is from another run"):
         assert message in run_script(*run, mistake, cwd=folder).stderr
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_said_before_kernels_are_compiled(run_script, folder, m
 def test_the_clock_of_a_run_begins_when_the_kernels_are_ready(
         run_script, folder, monkeypatch, kind):
     hours = [0]
-    monkeypatch.setattr(jit, "load", lambda calls: hours.append(1))
+    monkeypatch.setattr(jit, "load_kernels", lambda calls: hours.append(1))
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 3600 * sum(hours))
     monkeypatch.setattr(printer, "time", clock)
     last_line = run_script("--device=cpu", kind, cwd=folder).stderr.splitlines()[-1]
