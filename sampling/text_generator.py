@@ -94,7 +94,7 @@ class TextGenerator:
 
     def prompts_of(self, prompts: str | Iterable[str]) -> list[Prompt]:
         """The texts as prompts. An error names the one that it is about."""
-        is_one = isinstance(prompts, str) or not isinstance(prompts, Iterable)
+        is_one = isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable)
         texts = [prompts] if is_one else list(prompts)
         located = []
         for i, text in enumerate(texts):

@@ -43,6 +43,7 @@ def test_samples_are_those_of_the_script(generator, run_script):
     (dict(prompts=["A", [1, 2]]), TypeError,
      r"prompts\[1\]: a prompt must be a str; got \[1, 2\]$"),
     (dict(prompts=5), TypeError, "a prompt must be a str; got 5$"),
+    (dict(prompts=b"A"), TypeError, "a prompt must be a str; got b'A'$"),
     (dict(prompts=["A", ""]), ValueError, r"prompts\[1\]: a prompt is empty"),
     (dict(prompts=["A"] * 5000 + ["é"]), ValueError, r"prompts\[5000\]: .*'é'"),
     (dict(params={"seed": 1}), TypeError, r"params must be a SamplingParams; got \{'seed': 1\}$"),
