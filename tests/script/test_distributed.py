@@ -1,6 +1,5 @@
 """Runs that torchrun starts in several processes."""
 import os
-import pty
 import re
 import signal
 import sys
@@ -71,17 +70,6 @@ def test_samples_and_files_are_the_same_as_with_one_process(
     assert (folder / "shared.jsonl").read_bytes() == (folder / "alone.jsonl").read_bytes()
     assert shared.stderr.count("parameters on cpu") == 1
     assert "error" not in shared.stderr
-
-
-@slow
-def test_on_a_terminal_all_processes_stream(torchrun, run_script, folder):
-    controller, terminal = pty.openpty()
-    done = torchrun(2, *PROMPTS, "--out_file=shared.jsonl", stdout=terminal)
-    os.close(terminal)
-    os.close(controller)
-    run_script(*PROMPTS, "--out_file=alone.jsonl", cwd=folder)
-    expected = (folder / "alone.jsonl").read_bytes()
-    assert (folder / "shared.jsonl").read_bytes() == expected, done.stderr
 
 
 @slow
