@@ -168,6 +168,11 @@ def test_a_kernel_chooses_the_token_of_torch_multinomial(top_k, vocab_size, with
         assert lead == pytest.approx(float(leads[row]), abs=1e-4)
 
 
+def test_of_equal_scores_the_first_one_wins_as_in_torch():
+    found, lead = kernels.choose_ids(torch.zeros(1, 3), 1.0, None, torch.full((1, 3), 2**40))
+    assert (found.item(), lead.item()) == (0, 0.0)
+
+
 def test_the_lead_of_the_most_likely_token_is_a_difference_of_logits():
     _, lead = Sampler(temperature=0).propose(torch.tensor([[1.0, 4.0, 2.5]]), None, None)
     assert lead == 1.5
