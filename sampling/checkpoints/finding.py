@@ -169,11 +169,13 @@ def modules_with_gpt(folder: Path) -> list[str]:
 
 
 def module_files(folder: Path, modules: Iterable[str]) -> list[Path]:
-    """The files of these modules in a folder that may have a GPT."""
+    """The files of these modules in a folder, and of their packages, that may have a GPT."""
     files = []
     for module in dict.fromkeys(modules):
         place = folder / module.replace(".", "/")
-        files += filter(may_have_gpt, (place / "__init__.py", place.with_suffix(".py")))
+        packages = [path for path in (place, *place.parents) if folder in path.parents]
+        places = *(package / "__init__.py" for package in packages), place.with_suffix(".py")
+        files += filter(may_have_gpt, places)
     return files
 
 

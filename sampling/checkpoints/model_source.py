@@ -46,8 +46,6 @@ KNOWN = {
     "F": "torch.nn.functional", "dataclass": "dataclasses.dataclass", "math": "math",
     "nn": "torch.nn", "torch": "torch",
 }
-# The names that a subscript may follow.
-GENERIC = {"dict", "list", "set", "tuple", "type"}
 LOOPS = {"3ad788ef", "257eec9c"} # of GPT.generate, which is never called
 # Attention as it was for some weeks until April 2023.
 DROPS_WHILE_SAMPLING = "df9218ca"
@@ -102,7 +100,8 @@ def read_source(path: Path, root: Path | None = None) -> ModelSource:
         hiding = {path.stem, *MODULES} - {"test"} # which Python may import for others, too
         source = compare(path, parse_python(path).body)
         for file in (root or path.parent).iterdir():
-            is_module = file.suffix in (".py", ".so", ".pyd") or (file / "__init__.py").exists()
+            is_package = any(file.glob("__init__.*"))
+            is_module = is_package or file.suffix in (".py", ".pyc", ".so", ".pyd")
             is_other = file not in (path, *path.parents)
             if is_module and is_other and file.name.partition(".")[0] in hiding:
                 source.differences.append(f"its neighbour {file.name}")
@@ -202,7 +201,9 @@ def is_inert(node: ast.AST, bound: dict[str, Any], decorators: Set[str] = frozen
                 for base in {*map(ast.unparse, part.bases)} - {"nn.Module"}:
                     is_allowed = is_allowed and isinstance(bound.get(base), ast.ClassDef)
             case ast.Subscript(value): # another one may run code, as ctypes.pydll["x.so"] does
-                is_allowed = isinstance(value, ast.Name) and value.id in GENERIC
+                is_allowed = ast.unparse(value) in ("dict", "list", "set", "tuple", "type")
+            case ast.Mod(): # "%(x.so)s" % ctypes.pydll is such a subscript, too
+                is_allowed = False
             case ast.Name(name):
                 is_allowed = isinstance(part.ctx, ast.Load) or is_free(name)
                 children = []

@@ -69,6 +69,7 @@ def test_harmless_edits_need_no_flag(fork, sample, name):
     ("del MLP", "line"),
     ("X = [0 for nn.GELU in [nn.SiLU]]", "line"),
     ("X = lambda: 0", "line"),
+    ("import ctypes\nX = '%(x.so)s' % ctypes.pydll", "line"), # loads x.so
     ("X = MLP.forward = None", "line"),
     ("@torch.set_default_device\ndef unused(): pass", "line"),
     ("def unused(x=setattr(MLP, 'forward', None)): pass", "line"),
@@ -127,11 +128,15 @@ def test_each_part_of_a_unit_counts_and_each_name_that_runs(
     assert difference in model_source.read_source(path).differences
 
 
-def test_a_neighbour_that_python_would_load_for_one_of_its_modules_is_a_difference(tmp_path):
+@pytest.mark.parametrize("name", ["profile.py", "profile.pyc", "profile/__init__.pyc"])
+def test_a_neighbour_that_python_would_load_for_one_of_its_modules_is_a_difference(tmp_path, name):
     path = edit(tmp_path, "import math", "import cProfile\nimport math")
     assert not model_source.read_source(path).differences
-    (tmp_path / "profile.py").write_text("") # cProfile imports it
-    assert model_source.read_source(path).differences == ["its neighbour profile.py"]
+    neighbour = tmp_path / name # cProfile imports it
+    neighbour.parent.mkdir(exist_ok=True)
+    neighbour.touch()
+    name = name.partition("/")[0]
+    assert model_source.read_source(path).differences == [f"its neighbour {name}"]
 
 
 def test_an_edit_of_this_projects_model_py_runs_whatever_the_length(fork, tmp_path):
@@ -217,6 +222,7 @@ def test_a_model_py_counts_up_from_out_dir_and_in_a_clone(fork, sample, run_scri
     ("sample.py", "import gpt_silu", "gpt_silu.py"),
     ("train.py", "import silu as model", "silu.py"),
     ("train.py", "if True:\n    from silu import *", "silu/__init__.py"),
+    ("train.py", "from nets.gpt import GPT", "nets/__init__.py"), # which runs first
 ])
 def test_the_module_counts_from_which_a_script_imports_its_gpt(tmp_path, script, line, file):
     path = tmp_path / file
