@@ -3,7 +3,7 @@
 nanoGPT is there to be edited, and an edit that adds no tensor leaves no trace in a ckpt.pt. So the
 model.py near it may contain nanoGPT's units, the functions and classes that decide the logits, in a
 version since 2023-01-27, and what cannot change them: imports of torch, numpy and Python's own
-modules, constants, and definitions that do nothing when they are made. All else is a difference.
+modules, constants, a __main__ block, and definitions that do nothing when made. All else differs.
 """
 import ast
 import builtins
