@@ -58,20 +58,20 @@ def num_threads():
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_kernels(worker_id, tmp_path_factory):
-    """With pytest -n, one process compiles a kernel, and the others wait for it."""
+    """With pytest -n, one process compiles a kernel, and the others wait for it. Half of them begin
+    with the last one, so that two are compiled at once.
+    """
     if worker_id == "master":
         return
     from sampling import jit
     from sampling.backends import cpu
     from sampling.sampler import kernels
-    parts = [("backend", cpu.example_calls("float32") | cpu.example_calls("int8")),
-             ("sampler", kernels.example_calls())]
-    if worker_id[-1] in "13579": # half of the processes begin with the other part
-        parts.reverse()
-    for name, calls in parts:
-        with open(tmp_path_factory.getbasetemp().parent / f"{name}.lock", "w") as lock:
+    calls = {**cpu.example_calls("float32"), **cpu.example_calls("int8"), **kernels.example_calls()}
+    direction = -1 if worker_id[-1] in "13579" else 1
+    for number, kernel in list(enumerate(calls))[::direction]:
+        with open(tmp_path_factory.getbasetemp().parent / f"{number}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            jit.load_kernels(calls)
+            jit.load_kernels({kernel: calls[kernel]})
 
 
 @pytest.fixture

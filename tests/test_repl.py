@@ -7,6 +7,7 @@ from shutil import copytree
 
 import pytest
 
+from attacks import write_settled
 from models import make_gpt, save_checkpoint, save_meta, save_repeating
 from project import RULE
 from script_process import run_in_shell
@@ -206,7 +207,7 @@ def test_reload_loads_a_newer_checkpoint_and_keeps_the_settings(
     save_checkpoint(out, make_gpt(seed=9), iter_num=200)
     check(":reload\n", "iteration 200")
     check(":again\n", run(f"--out_dir={out}", *GREEDY, "--start=The ", "--max_new_tokens=9"))
-    (out / "ckpt.pt").write_bytes(b"")
+    write_settled(out / "ckpt.pt", b"")
     check(":reload\n", "error: cannot read")
     check(":again\n", "error: no model is loaded: repair or replace the checkpoint")
     save_checkpoint(out, make_gpt(vocab_size=3))

@@ -187,7 +187,8 @@ ONE = torch.ones(1)
 
 
 @pytest.mark.parametrize("tensors, model_args, message", [
-    ({f"transformer.h.{i}.x": ONE for i in range(5000)}, {}, "at most 4096 may be"),
+    pytest.param({f"transformer.h.{i}.x": ONE for i in range(5000)}, {}, "at most 4096 may be",
+                 id="many-layers"),
     ({"\x1b[31m\n\r\x07\x9b" * 9: ONE}, {}, ""),
     ({}, {"vocab_size": 2**31 - 1}, ""),
     ({}, {"n_embd": "9" * 10**6}, ""),
