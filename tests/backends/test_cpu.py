@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from models import as_checkpoint, make_gpt, random_prompt
+from project import RULE
 from sampling import jit
 from sampling.backends import backend as backends
 from sampling.backends import cpu_kernels as kernels
@@ -239,10 +240,12 @@ def test_a_line_says_that_each_run_compiles_where_no_folder_can_be_written(
 
 def test_a_second_python_loads_other_kernels_while_the_first_one_compiles(tmp_path, monkeypatch):
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
-    statement = f"import project; project.Path({str(tmp_path)!r}, 'ran').touch(exist_ok=False)"
-    for _ in range(2): # the second time, nothing is compiled, and it would fail
-        jit.load_kernels({jit.parallel(double): (np.ones(5),)}, meanwhile=statement)
-        assert (tmp_path / "ran").exists()
+    ran = tmp_path / "ran"
+    statement = f"import project; print(project.RULE, file=open({str(ran)!r}, 'a'))"
+    for _ in range(2): # the second time, nothing is compiled
+        calls = {jit.parallel(double): (np.ones(5, dtype),) for dtype in (np.float32, float)}
+        jit.load_kernels(calls, meanwhile=statement)
+        assert ran.read_text() == f"{RULE}\n"
 
 
 def test_kernels_that_a_full_disk_cannot_keep_are_used_and_the_folder_is_named(
