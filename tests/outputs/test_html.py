@@ -95,6 +95,8 @@ def test_several_runs_stand_side_by_side_with_the_settings_that_differ(tmp_path,
     text = read(page)
     assert "<title>Comparison of samples from gpt2, out-letters</title>" in text
     assert text.count("<b>ROMEO:") == 3
+    assert "<dt>temperature</dt><dd>1.5 · 0.8</dd>" in text
+    assert "<dt>seed</dt><dd>1</dd>" in text # the same in both
     ids = re.findall(r' id="(.*?)"', text)
     assert len(ids) == len(set(ids))
 
