@@ -44,12 +44,10 @@ class Bench:
         self.shapes = {"124M": SHAPES["124M"], "XL": SHAPES["XL"]}
         self.num_samples = 1, 10, 64
         self.new_tokens = 256
-        self.variants = {"cuda_graphs": False}, {"compile": True}
         if smoke:
             self.shapes = {"tiny": TINY}
             self.num_samples = 1, 3
             self.new_tokens = 8
-            self.variants = {"cuda_graphs": False}, # to compile takes half a minute
         self.params = sampling.SamplingParams(self.new_tokens, TEMPERATURE, TOP_K, seed=SEED)
         self.folder = folder
         self.models = {}
@@ -83,7 +81,7 @@ class Bench:
                     yield f"{name}, ours", partial(self.time_ours, model, dtype, samples)
                     theirs = partial(self.time_transformers, model, dtype, samples)
                     yield f"{name}, transformers", theirs
-        for options in self.variants:
+        for options in {"cuda_graphs": False}, {"compile": True}:
             name = f"rate, {small}, bfloat16, 1 sample, {options}"
             yield name, partial(self.time_ours, small, "bfloat16", 1, **options)
 

@@ -116,7 +116,7 @@ def test_links_point_to_existing_files(path):
 def test_every_cell_of_the_gpu_benchmark_runs_and_the_text_is_nanogpts():
     done = run_python(PROJECT / "tests" / "bench" / "gpu.py")
     assert '"error"' not in done.stdout
-    assert len(re.findall(r'"tokens_per_s": [1-9]', done.stdout)) == 11
+    assert len(re.findall(r'"tokens_per_s": [1-9]', done.stdout)) == 12
     # In bfloat16, they may round differently.
     exact = re.findall(r'^(?!.*bfloat16).*"equal": "(.*?)"', done.stdout, re.MULTILINE)
     assert exact == ["4 of 4"] * 2
