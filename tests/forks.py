@@ -2,7 +2,7 @@
 would print.
 """
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 
 import torch
 
@@ -119,9 +119,9 @@ def edit(folder, old, new):
 
 
 def load_fork(path):
-    spec = spec_from_file_location("fork", path)
-    module = sys.modules["fork"] = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules["fork"] = ModuleType("fork")
+    # An import would save its code, which would hide a change within the same second.
+    exec(path.read_text(), vars(module))
     return module
 
 
